@@ -1,0 +1,50 @@
+"""Shared test set-up: the backend, quiet libraries, one seed a test, and which backend a test can run on."""
+
+import os
+
+# Before any backend is imported: tiny tensors run fastest on one thread, and results then do not depend on the core count.
+BACKEND = os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+    os.environ.setdefault(name, "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=25, database=None)
+hypothesis.settings.load_profile("tests")
+
+
+def pytest_report_header(config):
+    import keras
+
+    return f"keras {keras.__version__} on {keras.backend.backend()}"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "backends(*names): the test's subject exists on these backends only")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        for marker in item.iter_markers("backends"):
+            if BACKEND not in marker.args:
+                item.add_marker(pytest.mark.skip(reason=f"concerns {', '.join(marker.args)}, not {BACKEND}"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Every test starts from the same random state."""
+    import keras
+
+    keras.utils.set_random_seed(1337)
+
+
+@pytest.fixture
+def backend():
+    """Name of the backend that this process runs on."""
+    return BACKEND
