@@ -1,0 +1,580 @@
+"""Runs a Keras model on symbolic tensors of known shape, every layer opened, and records its operations.
+
+The one file that knows Keras' internals. In Keras 3 layers and operations are both `keras.Operation`; called
+on a `KerasTensor` they infer shapes and note a `Node`. Here, while tracing, a layer runs its `call` instead, the
+nodes are kept in a list of our own rather than in the user's objects, and functions that make tensors from
+numbers (`arange`, …) are recorded too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src import backend, tree
+from keras.src.backend.common import global_state
+from keras.src.backend.common.keras_tensor import any_symbolic_tensors
+from keras.src.backend.common.variables import Variable as KerasVariable
+from keras.src.layers import layer as layer_module
+from keras.src.ops.numpy import BroadcastTo, GetItem
+from keras.src.ops.operation import Operation
+from keras.src.random.seed_generator import SeedGenerator
+
+from keras_transformer.export.dims import Comparison, Dim, Expr, SizedInt, Sizes, evaluate
+from keras_transformer.export.errors import TraceError
+from keras_transformer.export.ir import Weight
+
+# The operations that take a part of a table, for tables that grow with an axis.
+TAKE_PART, EXPAND = GetItem, BroadcastTo
+
+
+@dataclasses.dataclass(frozen=True)
+class InputSpec:
+    """One input of a function to trace; its shape holds integers and expressions of the free axes."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(eq=False)
+class Symbol:
+    """A tensor of one trace."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(eq=False)
+class Array:
+    """A concrete array that layer code used, with its Keras dtype."""
+
+    array: np.ndarray
+    dtype: str
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One recorded operation of one trace; the fields are those of `ir.Node`, at one size."""
+
+    kind: type | str
+    operation: Any
+    attributes: dict[str, Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    outputs: list[Symbol]
+    path: str
+    source: str
+
+
+@dataclasses.dataclass(eq=False)
+class Recording:
+    """What one trace saw."""
+
+    sizes: Sizes
+    inputs: list[Symbol]
+    outputs: list[Any]
+    calls: list[Call]
+    comparisons: set[Comparison]
+
+
+def record(
+    function: Callable,
+    inputs: Any,
+    sizes: Sequence[Sizes],
+    root: keras.layers.Layer | dict[str, keras.layers.Layer],
+    keep_whole: Callable[[keras.layers.Layer], bool] = lambda layer: False,
+) -> list[Recording]:
+    """Runs `function(*inputs)` on symbolic tensors once for each of `sizes` and returns what it did.
+
+    The model is left as it was: weights, seeds, Keras' nodes and its automatic names.
+
+    Args:
+        function: takes and returns (nested structures of) tensors; calls layers and `keras.ops`.
+        inputs: a tuple of (nested structures of) `InputSpec`.
+        sizes: the size of each free axis, by name, one dict per trace.
+        root: the model, or the layers by name, whose attributes give layers and weights their paths.
+        keep_whole: says of which layers the `call` is not opened.
+
+    Raises:
+        TraceError: if the function fails on symbolic tensors, draws random numbers, or writes to a variable.
+    """
+    for layer in root.values() if isinstance(root, dict) else [root]:
+        _sync_jax_state(layer)
+    names = _Names(root)
+    recordings = []
+    with _patched(), _keras_names_restored():
+        for size in sizes:
+            tracer = _Tracer(size, names, keep_whole)
+            recordings.append(tracer.run(function, inputs))
+    return recordings
+
+
+class _Tracer:
+    """Records one trace."""
+
+    def __init__(self, sizes: Sizes, names: _Names, keep_whole):
+        self.sizes = sizes
+        self.names = names
+        self.keep_whole = keep_whole
+        self.paths = [""]
+        self.opaque = 0
+        self.calls: list[Call] = []
+        self.comparisons: set[Comparison] = set()
+        self.symbols: dict[int, Symbol] = {}
+        self.alive: list[Any] = []
+
+    def run(self, function, inputs) -> Recording:
+        tensors = tree.map_structure(self._input, inputs)
+        symbols = [self._symbol(tensor) for tensor in tree.flatten(tensors)]
+        previous, _ACTIVE.tracer = getattr(_ACTIVE, "tracer", None), self
+        try:
+            outputs = function(*tensors)
+        except Exception as error:
+            if isinstance(error, TraceError):
+                raise
+            where = f" in layer '{self.paths[-1]}'" if self.paths[-1] else ""
+            raise TraceError(
+                f"The model fails on symbolic tensors{where}, traced at sizes {self.sizes}. "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            _ACTIVE.tracer = previous
+        outputs = [self._freeze(output) for output in tree.flatten(outputs)]
+        return Recording(self.sizes, symbols, outputs, self.calls, self.comparisons)
+
+    def symbolic_call(self, operation: Operation, args, kwargs):
+        """What `Operation.symbolic_call` does while tracing."""
+        if isinstance(operation, keras.layers.Layer) and not self.keep_whole(operation):
+            with self._inside(operation):
+                call = operation.quantized_call if operation.quantization_mode else operation.call
+                return call(*args, **kwargs)
+        # Shape inference may run the operation's own code on the backend; that is not part of the trace.
+        self.opaque += 1
+        try:
+            outputs = operation.compute_output_spec(*args, **kwargs)
+        finally:
+            self.opaque -= 1
+        is_layer = isinstance(operation, keras.layers.Layer)
+        attributes = {} if is_layer else _public_attributes(operation)
+        with self._inside(operation) if is_layer else contextlib.nullcontext():
+            self._call(type(operation), operation, attributes, args, kwargs, outputs)
+        return outputs
+
+    def source_tensor(self, name: str, shape, dtype: str, arguments: dict[str, Any]) -> keras.KerasTensor:
+        """A tensor made from numbers alone."""
+        output = keras.KerasTensor(shape, dtype)
+        self._call(name, None, {}, (), arguments, output)
+        return output
+
+    def note(self, comparison: Comparison) -> None:
+        if not self.opaque and not _is_plumbing(comparison.source.rpartition(":")[0]):
+            self.comparisons.add(comparison)
+
+    @property
+    def path(self) -> str:
+        return self.paths[-1]
+
+    @contextlib.contextmanager
+    def _inside(self, layer) -> Iterator[None]:
+        self.paths.append(self.names.path(layer, self.paths[-1]))
+        yield
+        # Left as it is when `call` fails, so that the message can name the layer.
+        self.paths.pop()
+
+    def _input(self, spec: InputSpec) -> keras.KerasTensor:
+        shape = tuple(
+            SizedInt(evaluate(dim, self.sizes), dim, self.note) if isinstance(dim, Expr) else dim
+            for dim in spec.shape
+        )
+        return keras.KerasTensor(shape, spec.dtype, name=spec.name)
+
+    def _call(self, kind, operation, attributes, args, kwargs, outputs) -> None:
+        outputs = tree.flatten(outputs)
+        self._tag(outputs, (args, kwargs))
+        self.calls.append(
+            Call(
+                kind=kind,
+                operation=operation,
+                attributes=self._freeze(attributes),
+                args=self._freeze(tuple(args)),
+                kwargs=self._freeze(kwargs),
+                outputs=[self._symbol(output) for output in outputs],
+                path=self.path,
+                source=_source_line(),
+            )
+        )
+
+    def _tag(self, outputs, arguments) -> None:
+        """Gives sizes that lost their expression in shape inference that of an equal size of an input."""
+        known = {}
+        for tensor in tree.flatten(arguments):
+            if isinstance(tensor, keras.KerasTensor):
+                known |= {int(d): d for d in reversed(tensor.shape) if isinstance(d, SizedInt)}
+        for output in outputs:
+            output._shape = tuple(d if isinstance(d, SizedInt) else known.get(d, d) for d in output.shape)
+
+    def _symbol(self, tensor: keras.KerasTensor) -> Symbol:
+        if id(tensor) not in self.symbols:
+            self.symbols[id(tensor)] = Symbol(tuple(tensor.shape), tensor.dtype)
+            self.alive.append(tensor)
+        return self.symbols[id(tensor)]
+
+    def _freeze(self, x):
+        """A copy of call arguments in which tensors, variables and arrays are ours."""
+        if isinstance(x, keras.KerasTensor):
+            return self._symbol(x)
+        if isinstance(x, KerasVariable):
+            return self.names.weight(x, keras.backend.standardize_dtype(x.dtype))
+        if isinstance(x, np.ndarray | np.generic) or backend.is_tensor(x):
+            with backend.AutocastScope(None):
+                return Array(backend.convert_to_numpy(x), keras.backend.standardize_dtype(x.dtype))
+        if isinstance(x, slice):
+            return slice(self._freeze(x.start), self._freeze(x.stop), self._freeze(x.step))
+        if isinstance(x, list | tuple):
+            frozen = [self._freeze(item) for item in x]
+            return frozen if isinstance(x, list) else tuple(frozen)
+        if isinstance(x, dict):
+            return {key: self._freeze(item) for key, item in x.items()}
+        return x
+
+
+class _Names:
+    """Names of layers and weights from the attributes that hold them, which are the same in every process."""
+
+    def __init__(self, root: keras.layers.Layer | dict[str, keras.layers.Layer]):
+        self._paths: dict[int, str] = {}
+        self._variables: dict[int, str] = {}
+        self._weights: dict[tuple[int, str], Weight] = {}
+        self._taken: set[str] = set()
+        for name, layer in root.items() if isinstance(root, dict) else [("", root)]:
+            self._walk(layer, name)
+
+    def path(self, layer, parent: str) -> str:
+        """The path of `layer`; if no attribute holds it, its class under the layer that called it."""
+        if id(layer) not in self._paths:
+            return _join(parent, _snake_case(type(layer).__name__))
+        return self._paths[id(layer)]
+
+    def weight(self, variable: KerasVariable, dtype: str) -> Weight:
+        """The weight that `variable` holds, as seen in `dtype`."""
+        key = (id(variable), dtype)
+        if key not in self._weights:
+            name = self._variables.get(id(variable), variable.name)
+            if keras.backend.standardize_dtype(variable._dtype) != dtype:
+                name = f"{name}.{dtype}"
+            while name in self._taken:
+                name += "_"
+            self._taken.add(name)
+            with backend.AutocastScope(None):
+                value = backend.convert_to_numpy(backend.cast(variable.value, dtype))
+            self._weights[key] = Weight(name, np.asarray(value), dtype)
+        return self._weights[key]
+
+    def _walk(self, layer, path: str) -> None:
+        if id(layer) in self._paths:
+            return
+        self._paths[id(layer)] = path
+        for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
+            self._variables.setdefault(id(variable), _join(path, variable.name))
+        for name, child in _children(layer):
+            self._walk(child, _join(path, name))
+
+
+def _children(layer) -> Iterator[tuple[str, Any]]:
+    """The layers that `layer` holds, with names that do not depend on what was built before."""
+    if isinstance(layer, keras.Sequential) or hasattr(layer, "_operations_by_depth"):
+        counts: dict[str, int] = {}
+        for child in layer.layers:
+            automatic = _snake_case(type(child).__name__)
+            if re.fullmatch(rf"{automatic}(_\d+)?", child.name):
+                count = counts[automatic] = counts.get(automatic, -1) + 1
+                yield (f"{automatic}_{count}" if count else automatic), child
+            else:
+                yield child.name, child
+        return
+    # Bookkeeping of Keras and the backends holds the same layers again; torch keeps attributes in `_modules`.
+    attributes = {**vars(layer), **vars(layer).get("_modules", {})}
+    for name in sorted(attributes):
+        if name not in _BOOKKEEPING and not name.startswith("_self_"):
+            yield from _layers_in(attributes[name], name.strip("_"))
+    for child in layer._layers:
+        yield _snake_case(type(child).__name__), child
+
+
+_BOOKKEEPING = {"_layers", "_metrics", "_losses", "_functional", "_tracker", "_modules"}
+
+
+def _layers_in(value, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, keras.layers.Layer):
+        yield name, value
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _layers_in(item, f"{name}.{index}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _layers_in(item, f"{name}.{key}")
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}/{name}" if parent else name
+
+
+def _snake_case(name: str) -> str:
+    return keras.src.utils.naming.to_snake_case(name)
+
+
+def _public_attributes(operation) -> dict[str, Any]:
+    return {key: value for key, value in vars(operation).items() if not key.startswith("_") and key != "name"}
+
+
+# Where a call or a comparison comes from: code of these folders only carries out what layer code asked for.
+_KERAS = os.path.dirname(keras.src.__file__)
+_PLUMBING = tuple(os.path.join(_KERAS, "layers", part) for part in ("layer.py", "input_spec.py"))
+_TORCH_MODULE = os.path.join("torch", "nn", "modules", "module.py")
+_OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), part) for part in ("ops", "export"))
+
+
+@functools.cache
+def _is_plumbing(filename: str) -> bool:
+    if filename.startswith(_KERAS):
+        return not filename.startswith(os.path.join(_KERAS, "layers")) or filename.startswith(_PLUMBING)
+    return filename.startswith(_OURS) or filename.endswith(("contextlib.py", _TORCH_MODULE))
+
+
+def _source_line() -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not _is_plumbing(filename):
+            return f"{filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
+
+
+def _sync_jax_state(layer) -> None:
+    """In a batch callback on JAX the trained values are in the trainer's hands until they are asked for."""
+    if keras.backend.backend() == "jax" and getattr(layer, "_jax_state", None):
+        layer.jax_state_sync()
+
+
+# The patches: installed once however many traces run, inert in every thread that is not tracing.
+
+_ACTIVE = threading.local()
+_LOCK = threading.RLock()
+_installed = 0
+
+
+def _tracer() -> _Tracer | None:
+    """The tracer of this thread, unless it is inside an operation's own code."""
+    tracer = getattr(_ACTIVE, "tracer", None)
+    return tracer if tracer is not None and not tracer.opaque else None
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    global _installed
+    with _LOCK:
+        _installed += 1
+        if _installed == 1:
+            _install()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _installed -= 1
+            if _installed == 0:
+                _uninstall()
+
+
+_originals: list[tuple[Any, str, Any]] = []
+
+
+def _install() -> None:
+    for owner, name, replacement in _patches():
+        _originals.append((owner, name, inspect.getattr_static(owner, name)))
+        setattr(owner, name, replacement)
+
+
+def _uninstall() -> None:
+    while _originals:
+        owner, name, original = _originals.pop()
+        setattr(owner, name, original)
+
+
+def _patches() -> Iterator[tuple[Any, str, Any]]:
+    """Every attribute that is replaced while tracing, with its replacement."""
+    for cls in (Operation, keras.layers.Layer):
+        yield cls, "symbolic_call", _symbolic_call(cls.symbolic_call)
+    yield layer_module, "Node", _node(layer_module.Node)
+    yield backend, "standardize_shape", _standardize_shape(backend.standardize_shape)
+    for name, shape_of in _SOURCES.items():
+        yield backend.numpy, name, _source(name, getattr(backend.numpy, name), shape_of)
+    for name in ("cast", "convert_to_tensor"):
+        yield backend.core, name, _number(getattr(backend.core, name))
+    for name, operation in _OPERATORS.items():
+        yield KerasVariable, name, _operator(getattr(KerasVariable, name), operation)
+    yield KerasVariable, "assign", _forbidden(KerasVariable.assign, "writes to a variable")
+    yield KerasVariable, "__init__", _forbidden(KerasVariable.__init__, "creates a variable")
+    yield SeedGenerator, "next", _forbidden(SeedGenerator.next, "draws random numbers")
+
+
+def _symbolic_call(original):
+    @functools.wraps(original)
+    def symbolic_call(self, *args, **kwargs):
+        tracer = _tracer()
+        return original(self, *args, **kwargs) if tracer is None else tracer.symbolic_call(self, args, kwargs)
+
+    return symbolic_call
+
+
+def _node(original):
+    def node(*args, **kwargs):
+        return original(*args, **kwargs) if getattr(_ACTIVE, "tracer", None) is None else None
+
+    return node
+
+
+def _standardize_shape(original):
+    @functools.wraps(original)
+    def standardize_shape(shape):
+        if getattr(_ACTIVE, "tracer", None) is None:
+            return original(shape)
+        shape = tuple(shape)
+        plain = original(tuple(int(d) if isinstance(d, SizedInt) else d for d in shape))
+        return tuple(d if isinstance(d, SizedInt) else p for d, p in zip(shape, plain, strict=True))
+
+    return standardize_shape
+
+
+def _arange_shape(start, stop=None, step=None, dtype=None):
+    if stop is None:
+        start, stop = 0, start
+    if step in (None, 1) and type(start) is int and start == 0:
+        return (stop,) if isinstance(stop, int) else (max(0, math.ceil(stop)),)
+    return (max(0, math.ceil((float(stop) - float(start)) / float(1 if step is None else step))),)
+
+
+# Functions that make tensors from numbers alone, with the shape of their result.
+_SOURCES = {
+    "arange": _arange_shape,
+    "zeros": lambda shape, dtype=None: _as_shape(shape),
+    "ones": lambda shape, dtype=None: _as_shape(shape),
+    "full": lambda shape, fill_value, dtype=None: _as_shape(shape),
+    "eye": lambda N, M=None, k=0, dtype=None: (N, N if M is None else M),  # noqa: N803 - Keras' own names
+    "identity": lambda n, dtype=None: (n, n),
+    "tri": lambda N, M=None, k=0, dtype=None: (N, N if M is None else M),  # noqa: N803
+    "linspace": lambda start, stop, num=50, endpoint=True, retstep=False, dtype=None, axis=0: (num,),
+}
+
+
+def _as_shape(shape):
+    return tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+
+
+def _source(name, original, shape_of):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def source(*args, **kwargs):
+        tracer = _tracer()
+        # Backend code that calls its own functions is not layer code.
+        if tracer is None or not _called_by_ops():
+            return original(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        arguments = dict(arguments.arguments)
+        numbers = {key: value for key, value in arguments.items() if key not in ("shape", "dtype")}
+        if not all(value is None or isinstance(value, bool | int | float) for value in numbers.values()):
+            return original(*args, **kwargs)
+        shape = shape_of(**arguments)
+        small = (
+            {"shape": (1,), "N": 1, "M": 1, "n": 1, "num": 1} if name != "arange" else {"stop": 1, "step": 1}
+        )
+        sample = {key: _small(value, small.get(key)) for key, value in arguments.items()}
+        dtype = keras.backend.standardize_dtype(original(**sample).dtype)
+        return tracer.source_tensor(name, shape, dtype, arguments)
+
+    return source
+
+
+def _small(value, small):
+    """A stand-in of the same type, with which only the result's dtype is asked for."""
+    if small is None or value is None:
+        return int(value) if isinstance(value, SizedInt) else value
+    return float(small) if isinstance(value, float) else small
+
+
+def _number(original):
+    @functools.wraps(original)
+    def convert(x, dtype=None, **kwargs):
+        tracer = _tracer()
+        if tracer is None or not isinstance(x, SizedInt) or not _called_by_ops():
+            return original(x, dtype=dtype, **kwargs)
+        dtype = keras.backend.standardize_dtype(dtype or "int32")
+        return tracer.source_tensor("full", (), dtype, {"shape": (), "fill_value": x, "dtype": dtype})
+
+    return convert
+
+
+def _called_by_ops() -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("keras.src.ops")
+
+
+# Python operators of variables go to the backend at once; with a symbolic operand they are operations.
+_OPERATORS = {
+    "__add__": lambda a, b: keras.ops.add(a, b),
+    "__radd__": lambda a, b: keras.ops.add(b, a),
+    "__sub__": lambda a, b: keras.ops.subtract(a, b),
+    "__rsub__": lambda a, b: keras.ops.subtract(b, a),
+    "__mul__": lambda a, b: keras.ops.multiply(a, b),
+    "__rmul__": lambda a, b: keras.ops.multiply(b, a),
+    "__truediv__": lambda a, b: keras.ops.true_divide(a, b),
+    "__rtruediv__": lambda a, b: keras.ops.true_divide(b, a),
+    "__matmul__": lambda a, b: keras.ops.matmul(a, b),
+    "__rmatmul__": lambda a, b: keras.ops.matmul(b, a),
+    "__pow__": lambda a, b: keras.ops.power(a, b),
+    "__rpow__": lambda a, b: keras.ops.power(b, a),
+}
+
+
+def _operator(original, operation):
+    @functools.wraps(original)
+    def operator(self, other):
+        return original(self, other) if not any_symbolic_tensors((other,)) else operation(self, other)
+
+    return operator
+
+
+def _forbidden(original, what: str):
+    @functools.wraps(original)
+    def forbidden(*args, **kwargs):
+        tracer = _tracer()
+        if tracer is None:
+            return original(*args, **kwargs)
+        where = f"Layer '{tracer.path}'" if tracer.path else "The model"
+        raise TraceError(f"{where} {what} during inference ({_source_line()}): a graph cannot do this.")
+
+    return forbidden
+
+
+@contextlib.contextmanager
+def _keras_names_restored() -> Iterator[None]:
+    """Tracing makes tensors and operations; these must not shift the names of the user's next layers."""
+    counts = global_state.get_global_attribute("object_name_uids")
+    saved = None if counts is None else counts.copy()
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", saved)
