@@ -1,0 +1,314 @@
+"""Runs an exported encoder–decoder model with ONNX Runtime and NumPy alone: ids to ids, text to text."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_transformer import _validation
+from keras_transformer.export.errors import NotAnExportError
+from keras_transformer.generation.rules import Rules, generated_length
+from keras_transformer.generation.stream import collect_tokens, stream_tokens
+
+FORMAT_VERSION = 1
+
+
+class OnnxTransformer:
+    """An exported encoder–decoder model.
+
+    Args:
+        directory: what `export_onnx` wrote.
+        providers: ONNX Runtime execution providers, the first one preferred; default: the CPU.
+        threads: threads for one operation; default: all cores.
+
+    Attributes:
+        config: what `config.json` says.
+        tokenizer: the `Tokenizer` in the directory; None if there is none.
+
+    Raises:
+        NotAnExportError: `directory` is no exported encoder–decoder model, or one of its files is damaged.
+        ImportError: ONNX Runtime is not installed, or two of its wheels are.
+        ValueError: a provider is not there.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        providers: Sequence[str] | None = None,
+        threads: int | None = None,
+    ):
+        self.directory = pathlib.Path(directory)
+        self.config = read_config(self.directory)
+        if self.config["kind"] != "encoder-decoder":
+            raise NotAnExportError(
+                f"{self.directory} holds a model of kind {self.config['kind']!r}, which does not generate: "
+                f"run its {', '.join(self.config['files'])} with onnxruntime.InferenceSession."
+            )
+        options = default_options(threads)
+        self._encoder = open_session(self.directory / "encoder.onnx", options, providers)
+        self._decoder = open_session(self.directory / "decoder.onnx", options, providers)
+        self._rules = Rules(end_id=self.config["end_id"], pad_id=self.config["pad_id"])
+        self.tokenizer = None
+        if (self.directory / "tokenizer.json").exists():
+            from keras_transformer.text import Tokenizer
+
+            self.tokenizer = Tokenizer.load(self.directory / "tokenizer.json")
+
+    def generate(self, source_ids: Any, max_length: int | None = None) -> np.ndarray:
+        """Greedy generation with a key/value cache.
+
+        Args:
+            source_ids: integers (B, S), or B rows of unequal length, which are padded on the right.
+            max_length: the most tokens a row gets; default: S + 50, within the model's own limit.
+
+        Returns:
+            int32 (B, L), L at most `max_length`. A row ends with the end id, if it fits, and then holds padding.
+
+        Raises:
+            ValueError: ids outside the vocabulary (naming value and row), a row that is wholly padding, or a length
+                over the model's limit.
+        """
+        return collect_tokens(*self._steps(source_ids, max_length), self._rules)
+
+    def stream(self, source_ids: Any, max_length: int | None = None) -> Iterator[np.ndarray]:
+        """Like `generate`, token by token: yields int32 (B,) as soon as they are known."""
+        return stream_tokens(*self._steps(source_ids, max_length), self._rules)
+
+    def translate(
+        self, texts: Sequence[str], max_length: int | None = None, batch_size: int = 32
+    ) -> list[str]:
+        """Text in, text out. Texts of similar length share a batch; the results keep the order of `texts`.
+
+        Raises:
+            ValueError: the directory holds no tokenizer; else as in `generate`.
+        """
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{self.directory} holds no tokenizer.json, so it cannot translate text: use `generate` with token ids."
+            )
+        _validation.positive_integers(batch_size=batch_size)
+        rows = self.tokenizer.encode(texts)
+        results = [""] * len(rows)
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            ids = self.generate([rows[i] for i in batch], max_length)
+            for i, text in zip(batch, self.tokenizer.decode(ids.tolist()), strict=True):
+                results[i] = text
+        return results
+
+    def _steps(self, source_ids, max_length):
+        """The step function, its first tokens and the number of steps, for the loops of `generation.stream`."""
+        source = self._checked(source_ids, max_length)
+        if max_length is None:
+            max_length = generated_length(source.shape[1], self.config["max_length"])
+        encoded = Decoding(self._decoder, self.config, encode(self._encoder, source), len(source))
+        start = np.full(len(source), self.config["start_id"], np.int32)
+        return encoded.step, start, max_length
+
+    def _checked(self, source_ids, max_length):
+        config = self.config
+        source = _validation.id_batch(source_ids, "source_ids", config["pad_id"])
+        _validation.check_ids(source, config["source_vocabulary_size"], "source_ids")
+        _validation.check_not_empty(source, config["pad_id"], "source_ids")
+        _validation.check_length(source.shape[1], config["max_length"], "source length")
+        if max_length is not None:
+            _validation.check_length(max_length, config["max_length"], "max_length")
+        return source
+
+    def __repr__(self):
+        return f"OnnxTransformer({str(self.directory)!r})"
+
+
+class Decoding:
+    """The state of one batch's decoding: what the encoder gave and the growing key/value cache.
+
+    Tensors stay `OrtValue`s between the calls, so that a step copies no cache.
+    """
+
+    def __init__(self, session, config: dict, encoded: dict, batch: int):
+        self._session = session
+        self._encoded = encoded
+        self._layers = config["num_layers"]
+        self.past = self._empty_cache(batch, config)
+        self._outputs = ["logits"] + [f"present.{i}.{part}" for i in range(self._layers) for part in _PARTS]
+
+    def _empty_cache(self, batch, config):
+        shape = (batch, config["num_heads"], 0, config["head_dim"])
+        return {
+            f"past_key_values.{i}.{part}": _ort_value(np.zeros(shape, np.float32))
+            for i in range(self._layers)
+            for part in _PARTS
+        }
+
+    def step(self, tokens: np.ndarray, position: int) -> np.ndarray:
+        """Logits (B, V) after `tokens` (B, 1) at `position`."""
+        batch = len(tokens)
+        mask = np.ones((batch, position + 1), np.int64)
+        return self.run(tokens, mask, np.full((batch, 1), position, np.int64))[:, -1]
+
+    def run(self, input_ids: np.ndarray, attention_mask: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
+        """Logits (B, T, V) of T further tokens, whose keys and values join the cache.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, P + T), 1 where a cached or new token is real.
+            position_ids: (B, T).
+        """
+        feeds = {
+            "input_ids": _ort_value(input_ids.astype(np.int64)),
+            "attention_mask": _ort_value(attention_mask.astype(np.int64)),
+            "position_ids": _ort_value(position_ids.astype(np.int64)),
+        }
+        logits, *present = self._session.run_with_ort_values(self._outputs, feeds | self._encoded | self.past)
+        self.past = dict(zip(self.past, present, strict=True))
+        return logits.numpy()
+
+
+_PARTS = ("key", "value")
+
+
+def encode(session, source_ids: np.ndarray) -> dict:
+    """The encoder's outputs for int32 ids (B, S), as the decoder's inputs of the same names."""
+    names = [output.name for output in session.get_outputs()]
+    values = session.run_with_ort_values(names, {"source": _ort_value(source_ids)})
+    return dict(zip(names, values, strict=True))
+
+
+def read_config(directory: str | os.PathLike) -> dict:
+    """What an exported directory says of itself, once each of its files is found whole.
+
+    Raises:
+        NotAnExportError: it is no exported directory, a file is missing or damaged, or a newer version wrote it.
+    """
+    directory = pathlib.Path(directory)
+    path = directory / "config.json"
+    if not directory.is_dir():
+        what = "a file, not a directory" if directory.exists() else "no such directory"
+        raise NotAnExportError(f"{directory} is not an exported model: {what}.")
+    if not path.is_file():
+        raise NotAnExportError(f"{directory} is not an exported model: it holds no config.json.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise NotAnExportError(f"{path} is damaged: {error}") from error
+    if not isinstance(config, dict) or config.get("format") != "keras_transformer":
+        raise NotAnExportError(f"{directory} is not an exported model: keras_transformer did not write {path.name}.")
+    if config.get("format_version") != FORMAT_VERSION:
+        raise NotAnExportError(
+            f"{directory} has format version {config.get('format_version')}; this version of keras_transformer reads "
+            f"{FORMAT_VERSION}."
+        )
+    for name, expected in config["files"].items():
+        _check_file(directory / name, expected)
+    return config
+
+
+def _check_file(path, expected):
+    if not path.is_file():
+        raise NotAnExportError(f"{path.parent} is not complete: {path.name} is missing.")
+    if path.stat().st_size != expected["size"]:
+        raise NotAnExportError(
+            f"{path} is damaged: it has {path.stat().st_size} bytes, {expected['size']} were written."
+        )
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+            raise NotAnExportError(f"{path} is damaged: its contents are not those that were written.")
+
+
+def default_options(threads: int | None = None):
+    """ONNX Runtime session options as used in production: every optimisation, no chatter."""
+    onnxruntime = import_onnxruntime()
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.log_severity_level = 3
+    if threads is not None:
+        _validation.positive_integers(threads=threads)
+        options.intra_op_num_threads = threads
+    return options
+
+
+def open_session(path: str | os.PathLike, options=None, providers: Sequence[str] | None = None):
+    """An `onnxruntime.InferenceSession` for the file at `path`.
+
+    Args:
+        path: the `.onnx` file.
+        options: `onnxruntime.SessionOptions`; default: `default_options()`.
+        providers: execution providers, the first one preferred; default: the CPU.
+
+    Raises:
+        NotAnExportError: there is no such file, or ONNX Runtime cannot read it.
+        ValueError: a provider is not there.
+    """
+    onnxruntime = import_onnxruntime()
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise NotAnExportError(f"{path} is not an ONNX file: there is no such file.")
+    providers = list(providers or ["CPUExecutionProvider"])
+    available = onnxruntime.get_available_providers()
+    for provider in providers:
+        if provider not in available:
+            raise ValueError(_missing_provider(provider, f"this installation has {', '.join(available)}"))
+    try:
+        session = onnxruntime.InferenceSession(str(path), options or default_options(), providers=providers)
+    except Exception as error:  # onnxruntime raises many types, none of them documented
+        raise NotAnExportError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {str(error).strip()}"
+        ) from error
+    if providers[0] not in session.get_providers():
+        reason = "onnxruntime could not start it: its driver or libraries do not match (see its messages above)"
+        raise ValueError(_missing_provider(providers[0], reason))
+    return session
+
+
+def _missing_provider(provider, reason):
+    text = f"`providers` holds {provider!r}, which is not there: {reason}."
+    if provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider"):
+        text += (
+            " It comes with the GPU wheel: pip uninstall onnxruntime; pip install 'keras-transformer-onnx[onnx-gpu]'."
+        )
+    return text
+
+
+def import_onnxruntime():
+    """The `onnxruntime` module.
+
+    Raises:
+        ImportError: it is not installed, or two wheels are, of which each overwrites files of the other.
+    """
+    wheels = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
+    if len(wheels) > 1:
+        raise ImportError(
+            f"{' and '.join(wheels)} are both installed. They are two builds of one package and overwrite each other's "
+            "files, so that neither is whole. Keep one: pip uninstall -y onnxruntime onnxruntime-gpu, then "
+            "pip install onnxruntime (CPU) or pip install onnxruntime-gpu (CUDA)."
+        )
+    try:
+        import onnxruntime
+    except ImportError as error:
+        if wheels:
+            raise
+        raise ImportError(
+            "This needs ONNX Runtime: pip install 'keras-transformer-onnx[onnx]' (CPU) or "
+            "'keras-transformer-onnx[onnx-gpu]' (CUDA)."
+        ) from error
+    return onnxruntime
+
+
+def _is_installed(distribution):
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _ort_value(array):
+    return import_onnxruntime().OrtValue.ortvalue_from_numpy(array)

@@ -1,0 +1,615 @@
+"""Compares Keras and ONNX Runtime over a grid of sizes, masks and padded rows, and says where they differ."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import os
+import pathlib
+import platform
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_transformer import _validation
+from keras_transformer.export.errors import VerificationError
+from keras_transformer.export.report import Comparison, Report
+
+# batch · heads · T² attention scores of float32 stay below 0.8 GB.
+LARGEST_SCORES = 2e8
+# "The longest" of an axis without a limit: past the usual windows, blocks and buckets of 64 and 128.
+UNLIMITED_LONGEST = 160
+
+
+def verify_onnx(
+    model: Callable,
+    path: str | os.PathLike,
+    *,
+    samples: Mapping[str, Any] | Callable[[dict[str, int]], Mapping[str, Any]] | None = None,
+    tolerance: tuple[float, float] = (1e-5, 1e-5),
+    padded_rows: str = "exact",
+    session_options=None,
+    json_path: str | os.PathLike | None = None,
+    verbose: bool = True,
+    progress: bool | None = None,
+) -> Report:
+    """Compares `model` with the ONNX file exported from it, in ONNX Runtime as it is used in production.
+
+    The inputs cover batches of 1, 2 and 3, lengths of 1, a prime, an even number, a multiple of 8 and the longest;
+    axes that are free of each other get different sizes in the same run. Token ids and masks come whole, padded on
+    either side, with holes, and with rows that are nothing but padding. Every position of every output is compared.
+
+    Args:
+        model: the Keras model (or any callable on the same inputs) that the file was exported from.
+        path: an `.onnx` file, or the directory of an exported model. A directory of an encoder–decoder model is
+            compared in its parts (encoder, decoder with cache at several splits) and in the tokens it generates.
+        samples: inputs to use instead of made ones: arrays by input name, of which the leading entries along each
+            free axis serve for the smaller sizes; or a callable from the axes' sizes to such arrays.
+        tolerance: (absolute, relative): largest error allowed is `absolute + relative · max|output|`.
+        padded_rows: `"exact"` compares padding positions like all others; `"any"` leaves them out.
+        session_options: `onnxruntime.SessionOptions`; the default has all optimisations on, as in production.
+        json_path: where to write the report as JSON, also when the check fails.
+        verbose: print the report's table.
+        progress: show a progress bar; default: only on a terminal.
+
+    Returns:
+        The `Report`.
+
+    Raises:
+        VerificationError: an output differs by more than the tolerance, or in shape, dtype or NaNs; the file does not
+            run at a size that Keras runs at; generated tokens differ; or nothing could be compared. Its `report`
+            holds every figure.
+        NotAnExportError: `path` is not an ONNX file or an exported directory, or is damaged.
+        ValueError: an argument is not as described, or the file does not say what range its ids have and no `samples`
+            are given.
+    """
+    if padded_rows not in ("exact", "any"):
+        raise ValueError(f"`padded_rows` must be 'exact' or 'any'. Received: padded_rows={padded_rows!r}")
+    if len(tolerance) != 2 or min(tolerance) < 0:
+        raise ValueError(f"`tolerance` must be (absolute, relative). Received: tolerance={tolerance!r}")
+    path = pathlib.Path(path)
+    report = Report(str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
+    check = Check(report, session_options, progress)
+    verify_graph(model, path, check, samples)
+    if json_path is not None:
+        report.to_json(json_path)
+    if verbose:
+        report.print()
+    if not report.passed:
+        raise VerificationError(report.summary(), report)
+    return report
+
+
+def verify_graph(model, path, check, samples=None):
+    """Compares a single graph with the callable it was exported from, into `check.report`."""
+    session = check.session(path)
+    specs, axes = interface(session)
+    run_keras = keras_function(model)
+    names = [output.name for output in session.get_outputs()]
+    if samples is None:
+        source = MadeSamples(specs)
+    elif callable(samples):
+        source = CalledSamples(specs, samples)
+    else:
+        source = GivenSamples(specs, samples)
+        axes = source.limit(axes)
+    sizes_to_run, skipped = grid(axes, heads(path))
+    check.report.skipped += skipped
+    runs = [(number, sizes, case) for number, sizes in enumerate(sizes_to_run) for case in source.cases]
+    for number, sizes, case in check.track(runs, path.name):
+        inputs = source.make(sizes, case, number)
+        try:
+            expected = run_keras(inputs)
+        except Exception as error:  # whatever a model raises at a size that it cannot take
+            check.report.skipped.append(f"{_words(sizes)}: Keras itself cannot run: {_first_line(error)}")
+            continue
+        check.run(session, names, inputs, expected, sizes, case, padding(inputs) if check.any_padding else None)
+
+
+class Check:
+    """What the parts of one verification share: the report, the sessions' options and the progress bar."""
+
+    def __init__(self, report: Report, session_options=None, progress: bool | None = None):
+        self.report = report
+        self.any_padding = report.padded_rows == "any"
+        self.session_options = session_options
+        self.progress = progress
+        if self.any_padding:
+            report.notes.append("Padding positions were not compared (padded_rows='any').")
+
+    def session(self, path: pathlib.Path):
+        """An ONNX Runtime session for the file at `path`, on the CPU, at the production optimisation level."""
+        from keras_transformer.export import runtime
+
+        return runtime.open_session(path, self.session_options, ["CPUExecutionProvider"])
+
+    def track(self, runs: list, what: str) -> Iterator:
+        """Yields `runs`, behind a progress bar where that is wanted."""
+        import rich.console
+        import rich.progress
+
+        console = rich.console.Console(stderr=True)
+        show = console.is_terminal if self.progress is None else self.progress
+        yield from rich.progress.track(
+            runs, f"Verifying {what}", console=console, transient=True, disable=not show or not runs
+        )
+
+    def run(self, session, names, inputs, expected, sizes, case, padded=None) -> list[np.ndarray] | None:
+        """Runs the session on `inputs` and compares its outputs `names` with `expected`."""
+        try:
+            actual = session.run(names, inputs)
+        except Exception as error:  # onnxruntime raises many types, none of them documented
+            problem = f"ONNX Runtime cannot run: {_first_line(error)}"
+            self.report.comparisons.append(_failed(names[0], sizes, case, problem))
+            return None
+        if len(expected) != len(actual):
+            problem = f"Keras gives {len(expected)} outputs, the file {len(actual)}"
+            self.report.comparisons.append(_failed(names[0], sizes, case, problem))
+            return None
+        for name, want, got in zip(names, expected, actual, strict=True):
+            self.compare(name, want, got, sizes, case, padded)
+        return actual
+
+    def compare(self, name, expected, actual, sizes, case, padded=None) -> None:
+        """Adds one comparison to the report."""
+        keep = None if padded is None else kept_positions(expected.shape, padded)
+        self.report.comparisons.append(
+            compare(name, expected, actual, self.report.tolerance, sizes, case, keep)
+        )
+
+
+def compare(
+    name: str,
+    expected: np.ndarray,
+    actual: np.ndarray,
+    tolerance: tuple[float, float],
+    sizes: dict[str, int],
+    case: str,
+    keep: np.ndarray | None = None,
+) -> Comparison:
+    """Compares two arrays; where `keep`, of the arrays' leading axes, is False they may differ."""
+    if expected.shape != actual.shape:
+        return _failed(name, sizes, case, f"shape {actual.shape}, Keras {expected.shape}")
+    if expected.dtype != actual.dtype:
+        return _failed(name, sizes, case, f"dtype {actual.dtype}, Keras {expected.dtype}")
+    if not expected.size:
+        return Comparison(name, sizes, case, 0.0, 0.0, 0.0)
+    if keep is None:
+        keep = np.ones(expected.shape, bool)
+    else:
+        keep = np.broadcast_to(keep.reshape(keep.shape + (1,) * (expected.ndim - keep.ndim)), expected.shape)
+    want, got = expected.astype(np.float64), actual.astype(np.float64)
+    special = ~np.isfinite(want) | ~np.isfinite(got)
+    wrong = special & keep & (want != got) & ~(np.isnan(want) & np.isnan(got))
+    if wrong.any():
+        place = tuple(map(int, np.argwhere(wrong)[0]))
+        problem = f"ONNX Runtime gives {got[place]}, Keras {want[place]} at {list(place)}"
+        return _failed(name, sizes, case, problem, place, float(want[place]), float(got[place]))
+    use = keep & ~special
+    error = np.where(use, np.abs(np.where(use, want, 0) - np.where(use, got, 0)), 0.0)
+    place = tuple(map(int, np.unravel_index(np.argmax(error), error.shape)))
+    largest = float(np.abs(np.where(use, want, 0)).max())
+    exact = not np.issubdtype(expected.dtype, np.inexact)
+    return Comparison(
+        name,
+        sizes,
+        case,
+        max_error=float(error[place]),
+        mean_error=float(error.sum() / max(int(use.sum()), 1)),
+        allowed=0.0 if exact else tolerance[0] + tolerance[1] * largest,
+        place=place,
+        expected=float(want[place]),
+        actual=float(got[place]),
+    )
+
+
+def versions() -> dict[str, str]:
+    """What ran: library versions, the Keras backend and the machine."""
+    import keras
+    import onnx
+    import onnxruntime
+
+    import keras_transformer
+
+    return {
+        "keras_transformer": keras_transformer.__version__,
+        "keras": keras.__version__,
+        "backend": keras.backend.backend(),
+        "onnx": onnx.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "provider": "CPUExecutionProvider",
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+# The file's interface ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class InputSpec:
+    """One graph input: `kind` is `"ids"`, `"mask"` or `"float"`; ids run from `minimum` to `maximum`, both included."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int | str, ...]
+    kind: str
+    minimum: int = 0
+    maximum: int | None = None
+
+    def sizes(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        """The input's shape when the free axes have `sizes`."""
+        return tuple(dim if isinstance(dim, int) else evaluate(dim, sizes) for dim in self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeAxis:
+    """A free axis of the graph; `batch` if it leads an input."""
+
+    name: str
+    batch: bool
+    minimum: int = 1
+    maximum: int | None = None
+
+
+def interface(session) -> tuple[list[InputSpec], list[FreeAxis]]:
+    """The inputs and free axes of a graph, from its signature and from what its metadata says of them."""
+    metadata = session.get_modelmeta().custom_metadata_map
+    said = {entry["name"]: entry for entry in json.loads(metadata.get("keras_transformer.inputs", "[]"))}
+    ranges = json.loads(metadata.get("keras_transformer.axes", "{}"))
+    specs = []
+    for node in session.get_inputs():
+        dtype = np.dtype(_NUMPY_DTYPES.get(node.type, "float32"))
+        shape = tuple(
+            dim if isinstance(dim, int | str) else "batch" if axis == 0 else f"{node.name}_{axis}"
+            for axis, dim in enumerate(node.shape)
+        )
+        entry = said.get(node.name, {})
+        kind = entry.get("kind") or ("mask" if dtype == bool else "float" if dtype.kind == "f" else "ids")
+        specs.append(InputSpec(node.name, dtype, shape, kind, entry.get("minimum", 0), entry.get("maximum")))
+    names = dict.fromkeys(name for spec in specs for dim in spec.shape for name in _names(dim))
+    leading = {spec.shape[0] for spec in specs if spec.shape}
+    axes = [
+        FreeAxis(
+            name,
+            batch=name in leading,
+            minimum=ranges.get(name, {}).get("minimum") or 1,
+            maximum=ranges.get(name, {}).get("maximum"),
+        )
+        for name in names
+    ]
+    return specs, axes
+
+
+_NUMPY_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(double)": "float64",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
+    "tensor(bool)": "bool",
+}
+
+
+def evaluate(dim: str, sizes: dict[str, int]) -> int:
+    """The value of a dimension written as an expression of axis names, such as `past_length + length`."""
+
+    def value(node):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name):
+            return sizes[node.id]
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+            return _ARITHMETIC[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(f"Cannot read the dimension {dim!r}: expected axis names, integers and + - * // %")
+
+    return value(ast.parse(dim, mode="eval").body)
+
+
+_ARITHMETIC = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+}
+
+
+def _names(dim):
+    if isinstance(dim, int):
+        return []
+    return [node.id for node in ast.walk(ast.parse(dim, mode="eval")) if isinstance(node, ast.Name)]
+
+
+def heads(path: pathlib.Path) -> int:
+    """The largest number of attention heads in a file; 16 where its attention nodes do not say."""
+    import onnx
+
+    found = [
+        attribute.i
+        for node in onnx.load(path, load_external_data=False).graph.node
+        for attribute in node.attribute
+        if attribute.name in ("q_num_heads", "num_heads")
+    ]
+    return max(found, default=16)
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+def lengths(minimum: int = 1, maximum: int | None = None) -> list[int]:
+    """Lengths to try within a range: the shortest, a prime, an even one, a multiple of 8, the longest."""
+    longest = maximum if maximum is not None else max(minimum + UNLIMITED_LONGEST - 1, UNLIMITED_LONGEST)
+
+    def near(start, wanted):
+        start = min(max(start, minimum), longest)
+        upwards = itertools.takewhile(lambda n: n <= longest and n < start + 1000, itertools.count(start))
+        return next((n for n in (*upwards, *range(start, minimum - 1, -1)) if wanted(n)), start)
+
+    prime = near(7, lambda n: n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1)))
+    even = near(12, lambda n: n % 4 == 0 and n % 8)
+    return list(dict.fromkeys([minimum, prime, even, near(24, lambda n: n % 8 == 0), longest]))
+
+
+def grid(axes: list[FreeAxis], num_heads: int = 16) -> tuple[list[dict[str, int]], list[str]]:
+    """The sizes to compare at, and what had to be left out.
+
+    Each length is taken at the smallest batch and at a larger one. Axes other than the first length walk through
+    their own lengths at an offset, so that no two of them are equal where they need not be.
+    """
+    batches = [axis for axis in axes if axis.batch]
+    free = [axis for axis in axes if not axis.batch]
+    choices = [lengths(axis.minimum, axis.maximum) for axis in free]
+    rounds = max(map(len, choices), default=1)
+    points, skipped = [], []
+    for step in range(rounds):
+        for batch in (1, 2 + step % 2) if free else (1, 2, 3):
+            sizes = {axis.name: _within(batch + order, axis) for order, axis in enumerate(batches)}
+            offset = step + (batch > 1 and rounds > 2)
+            for order, (axis, choice) in enumerate(zip(free, choices, strict=True)):
+                # The first axis pairs every length with both batches; the others meet other partners each time.
+                index = step if order == 0 else offset + order
+                sizes[axis.name] = choice[index % len(choice)]
+            rows = math.prod(sizes[axis.name] for axis in batches)
+            for axis in free:
+                limit = max(int(math.sqrt(LARGEST_SCORES / (rows * num_heads))), axis.minimum)
+                if sizes[axis.name] > limit:
+                    skipped.append(
+                        f"{axis.name}={sizes[axis.name]} at batch {rows}: its {num_heads} heads need more than "
+                        f"{LARGEST_SCORES:g} attention scores; {axis.name}={limit} compared instead"
+                    )
+                    sizes[axis.name] = limit
+            points.append(sizes)
+    unique = list({tuple(sizes.items()): sizes for sizes in points}.values())
+    return unique, list(dict.fromkeys(skipped))
+
+
+def _within(size, axis):
+    return max(axis.minimum, size if axis.maximum is None else min(size, axis.maximum))
+
+
+# Inputs --------------------------------------------------------------------------------------------------------------
+
+
+class MadeSamples:
+    """Inputs made for the purpose: whole ones, and ones with padding of every kind."""
+
+    cases = ("whole", "padded")
+
+    def __init__(self, specs: list[InputSpec]):
+        for spec in specs:
+            if spec.kind == "ids" and spec.maximum is None:
+                raise ValueError(
+                    f"The file does not say which values its integer input {spec.name!r} may take, so none can be made: "
+                    "pass `samples`, arrays by input name."
+                )
+        self.specs = specs
+
+    def make(self, sizes: dict[str, int], case: str, number: int) -> dict[str, np.ndarray]:
+        """The inputs of run `number` at `sizes`; the same ones every time."""
+        inputs = {}
+        for order, spec in enumerate(self.specs):
+            rng = np.random.default_rng([zlib.crc32(spec.name.encode()), number])
+            shape = spec.sizes(sizes)
+            keep = pad_pattern(shape, number + order, rng) if case == "padded" else np.ones(shape, bool)
+            if spec.kind == "mask":
+                value = keep
+            elif spec.kind == "ids":
+                low = spec.minimum + (spec.maximum > spec.minimum)
+                value = np.where(keep, rng.integers(low, spec.maximum + 1, shape), spec.minimum)
+            else:
+                # Rows of small numbers show what large ones hide, such as a wrong epsilon.
+                scale = np.where(np.arange(shape[0] if shape else 1) % 2 == (case == "padded"), 1, 1 / 32)
+                value = rng.normal(size=shape) * scale.reshape((-1,) + (1,) * (len(shape) - 1))
+            inputs[spec.name] = value.astype(spec.dtype)
+        return inputs
+
+
+def pad_pattern(shape: tuple[int, ...], number: int, rng: np.random.Generator) -> np.ndarray:
+    """True where an array is real: its rows take turns at no real entry, holes, padding right, padding left."""
+    if not shape:
+        return np.ones(shape, bool)
+    length = shape[-1]
+    rows = []
+    for row in range(math.prod(shape[:-1])):
+        kept = math.ceil(0.6 * length)
+        turn = (row + number) % 4
+        if turn == 0:
+            real = np.zeros(length, bool)
+        elif turn == 1:
+            real = rng.random(length) < 0.6
+        else:
+            real = np.arange(length) < kept if turn == 2 else np.arange(length) >= length - kept
+        rows.append(real)
+    return np.array(rows).reshape(shape)
+
+
+class CalledSamples:
+    """The user's function of the axes' sizes."""
+
+    cases = ("samples",)
+
+    def __init__(self, specs, function):
+        self.specs = specs
+        self.function = function
+
+    def make(self, sizes, case, number):
+        """What the function returns, checked against the graph's inputs."""
+        inputs = checked_inputs(self.specs, self.function(dict(sizes)))
+        for spec in self.specs:
+            if inputs[spec.name].shape != spec.sizes(sizes):
+                raise ValueError(
+                    f"`samples` must return {spec.name!r} of shape {spec.sizes(sizes)} for sizes {sizes}. "
+                    f"Received: shape {inputs[spec.name].shape}"
+                )
+        return inputs
+
+
+class GivenSamples:
+    """The user's arrays, in whole and cut to smaller sizes."""
+
+    cases = ("samples",)
+
+    def __init__(self, specs, arrays):
+        self.specs = specs
+        self.arrays = checked_inputs(specs, arrays)
+
+    def limit(self, axes: list[FreeAxis]) -> list[FreeAxis]:
+        """The axes, none longer than the arrays."""
+        sizes = {}
+        for spec in self.specs:
+            for dim, size in zip(spec.shape, self.arrays[spec.name].shape, strict=True):
+                if isinstance(dim, int) and dim != size:
+                    raise ValueError(
+                        f"`samples[{spec.name!r}]` must have shape {spec.shape}. "
+                        f"Received: shape {self.arrays[spec.name].shape}"
+                    )
+                if isinstance(dim, str) and dim.isidentifier() and sizes.setdefault(dim, size) != size:
+                    raise ValueError(
+                        f"`samples` must agree on the size of {dim!r}. Received: {size} in {spec.name!r} and "
+                        f"{sizes[dim]} before it"
+                    )
+        for axis in axes:
+            if axis.name in sizes and not axis.minimum <= sizes[axis.name] <= (axis.maximum or math.inf):
+                raise ValueError(
+                    f"`samples` must have {axis.name} between {axis.minimum} and {axis.maximum}. "
+                    f"Received: {sizes[axis.name]}"
+                )
+        return [dataclasses.replace(axis, maximum=sizes.get(axis.name, axis.maximum)) for axis in axes]
+
+    def make(self, sizes, case, number):
+        """The leading part of each array."""
+        return {
+            spec.name: self.arrays[spec.name][tuple(slice(size) for size in spec.sizes(sizes))] for spec in self.specs
+        }
+
+
+def checked_inputs(specs: list[InputSpec], arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """`arrays` by input name, in the graph's dtypes, each id within its range."""
+    wanted = {spec.name for spec in specs}
+    if not isinstance(arrays, Mapping) or not wanted <= set(arrays):
+        received = sorted(arrays) if isinstance(arrays, Mapping) else type(arrays).__name__
+        raise ValueError(f"`samples` must map the input names {sorted(wanted)} to arrays. Received: {received}")
+    inputs = {}
+    for spec in specs:
+        array = np.asarray(arrays[spec.name])
+        if array.ndim != len(spec.shape):
+            raise ValueError(
+                f"`samples[{spec.name!r}]` must have rank {len(spec.shape)}, shape {spec.shape}. "
+                f"Received: shape {array.shape}"
+            )
+        if spec.kind == "ids" and spec.maximum is not None:
+            _validation.check_ids(array, spec.maximum + 1, spec.name)
+        inputs[spec.name] = array.astype(spec.dtype)
+    return inputs
+
+
+def padding(inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """For each ids or mask input of rank 2 or more: (B, T), True where the position is padding."""
+    found = []
+    for array in inputs.values():
+        if array.dtype.kind in "iub" and array.ndim >= 2:
+            empty = array == 0
+            found.append(empty if array.ndim == 2 else empty.reshape(*array.shape[:2], -1).all(-1))
+    return found
+
+
+def kept_positions(shape: tuple[int, ...], padded: list[np.ndarray]) -> np.ndarray:
+    """(B, T) or (B,): True where an output of `shape` must be right although padding may be anything."""
+    keep = np.ones(shape[:2], bool)
+    for empty in padded:
+        if shape and shape[0] == empty.shape[0]:
+            keep &= ~empty.all(1).reshape((-1,) + (1,) * (keep.ndim - 1))
+        if shape[:2] == empty.shape:
+            keep &= ~empty
+    return keep
+
+
+# Keras ---------------------------------------------------------------------------------------------------------------
+
+
+def keras_function(model: Callable) -> Callable[[dict[str, np.ndarray]], list[np.ndarray]]:
+    """`model` in inference as a function from NumPy inputs by name to its flattened NumPy outputs."""
+    import keras
+
+    from keras_transformer.export.backends import inference
+
+    is_layer = isinstance(model, keras.Layer)
+    parameters = inspect.signature(model.call if is_layer else model).parameters
+    extra = {"training": False} if is_layer and "training" in parameters else {}
+
+    def call(inputs):
+        if isinstance(model, keras.Sequential) or len(inputs) == 1 and not _wants_dict(model):
+            (value,) = inputs.values()
+            return model(value, **extra)
+        if set(inputs) <= set(parameters):
+            return model(**inputs, **extra)
+        return model(inputs, **extra)
+
+    run = inference(call, model.variables if is_layer else [])
+
+    def function(arrays):
+        outputs = run({name: keras.ops.convert_to_tensor(_narrow(array)) for name, array in arrays.items()})
+        flat = [output for output in keras.tree.flatten(outputs) if output is not None]
+        return [to_numpy(output) for output in flat]
+
+    return function
+
+
+def to_numpy(tensor) -> np.ndarray:
+    """A backend's tensor as a NumPy array; bfloat16, which NumPy lacks, as float32."""
+    import keras
+
+    array = keras.ops.convert_to_numpy(tensor)
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _wants_dict(model):
+    return isinstance(getattr(model, "_inputs_struct", None), dict)
+
+
+def _narrow(array):
+    """Keras counts in int32, and JAX has nothing wider."""
+    return array.astype(np.int32) if array.dtype == np.int64 else array
+
+
+def _failed(name, sizes, case, problem, *place):
+    return Comparison(name, sizes, case, math.inf, math.inf, 0.0, *place, problem=problem)
+
+
+def _words(sizes):
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _first_line(error):
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__
