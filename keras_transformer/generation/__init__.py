@@ -9,10 +9,10 @@ _NAMES = {
     "greedy": "rules",
     "generated_length": "rules",
     "trim": "rules",
-    "stream": "stream",
-    "collect": "stream",
-    "loop": "loop",
-    "generate": "backends",
+    "stream_tokens": "stream",
+    "collect_tokens": "stream",
+    "loop_tokens": "loop",
+    "Generator": "backends",
 }
 
 

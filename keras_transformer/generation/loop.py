@@ -10,7 +10,7 @@ from keras import ops
 from keras_transformer.generation.rules import Rules
 
 
-def loop(
+def loop_tokens(
     step: Callable[[Any, Any, Any], tuple[Any, Any]],
     cache: Any,
     start: Any,

@@ -10,7 +10,7 @@ import numpy as np
 from keras_transformer.generation.rules import Rules, trim
 
 
-def stream(
+def stream_tokens(
     step: Callable[[Any, int], Any],
     start: Any,
     max_length: int,
@@ -38,6 +38,6 @@ def stream(
             return
 
 
-def collect(step: Callable[[Any, int], Any], start: np.ndarray, max_length: int, rules: Rules) -> np.ndarray:
-    """What `stream` yields, as one array (B, L), L at most `max_length`."""
-    return trim(np.stack(list(stream(step, start, max_length, rules)), axis=1), rules.end_id)
+def collect_tokens(step: Callable[[Any, int], Any], start: np.ndarray, max_length: int, rules: Rules) -> np.ndarray:
+    """What `stream_tokens` yields, as one array (B, L), L at most `max_length`."""
+    return trim(np.stack(list(stream_tokens(step, start, max_length, rules)), axis=1), rules.end_id)
