@@ -1,0 +1,92 @@
+"""Checks of training data before the first step: inside a compiled step nothing can be raised."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_transformer import _validation
+
+
+def check_ids(
+    data: Any,
+    vocabulary_size: int | dict[str, int],
+    batches: int = 2,
+    ignore_id: int | None = None,
+) -> None:
+    """Looks at the first batches of training data and refuses ids outside the vocabulary.
+
+    Args:
+        data: what `fit` is given: a `keras.utils.PyDataset`, a `tf.data.Dataset`, a torch `DataLoader`, any other
+            iterable of batches that can be iterated again, or a tuple of arrays `(x, y)` or `(x,)`, which is checked
+            whole. A batch is `(inputs, labels, …)`; inputs are an array or a dict of arrays.
+        vocabulary_size: number of ids; or a dict from input name (and `"labels"`) to it, for those to be checked.
+        batches: how many batches to look at.
+        ignore_id: a label that is allowed though it may be outside, such as -100.
+
+    Raises:
+        ValueError: naming the first wrong value, its row and its batch; or data that can be read only once.
+    """
+    _validation.positive_integers(batches=batches)
+    for index, batch in enumerate(_first_batches(data, batches)):
+        inputs, labels, *_ = (*batch, None) if isinstance(batch, tuple | list) else (batch, None)
+        arrays = dict(inputs) if isinstance(inputs, dict) else {"inputs": inputs}
+        if labels is not None:
+            arrays["labels"] = labels
+        for name, array in arrays.items():
+            size = vocabulary_size.get(name) if isinstance(vocabulary_size, dict) else vocabulary_size
+            if size is None:
+                continue
+            array = array if isinstance(array, np.ndarray) else ops.convert_to_numpy(array)
+            try:
+                _validation.check_ids(array, size, name, ignore_id if name == "labels" else None)
+            except ValueError as error:
+                raise ValueError(f"{error} of batch {index}") from None
+
+
+class CheckIds(keras.callbacks.Callback):
+    """Runs `check_ids` on the training data when `fit` starts, with the model's own vocabulary sizes.
+
+    Keras does not show a callback the batches, so it is given the data that `fit` is given.
+
+    Args:
+        data: see `check_ids`.
+        batches: how many batches to look at.
+        vocabulary_size: see `check_ids`; the model's `vocabulary_sizes` if None.
+
+    Example:
+        ```python
+        model.fit(train, callbacks=[keras_transformer.callbacks.CheckIds(train)])
+        ```
+    """
+
+    def __init__(self, data: Any, batches: int = 2, vocabulary_size: int | dict[str, int] | None = None):
+        super().__init__()
+        self.data = data
+        self.batches = batches
+        self.vocabulary_size = vocabulary_size
+
+    def on_train_begin(self, logs=None):
+        """Raises ValueError on ids outside the vocabulary."""
+        size = self.model.vocabulary_sizes if self.vocabulary_size is None else self.vocabulary_size
+        check_ids(self.data, size, self.batches, getattr(self.model.loss, "ignore_id", None))
+
+
+def _first_batches(data, batches):
+    if isinstance(data, tuple):
+        return [data]
+    if isinstance(data, keras.utils.PyDataset):
+        # Not iterated: iterating starts the epoch that fit is about to start.
+        count = batches if data.num_batches is None else min(batches, data.num_batches)
+        return (data[index] for index in range(count))
+    iterator = iter(data)
+    if iterator is data:
+        raise ValueError(
+            "`data` can be read only once, so that looking at it would take batches away from fit. "
+            f"Received: data={data!r}"
+        )
+    return itertools.islice(iterator, batches)
