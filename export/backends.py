@@ -10,8 +10,8 @@ import keras
 def inference(function: Callable, variables: list) -> Callable:
     """`function` for forward passes only, reading `variables` at each call.
 
-    JAX compiles every primitive anew for every shape, which takes ten times as long as compiling the whole function
-    with XLA's optimiser off; torch would record gradients. TensorFlow runs eagerly as it is.
+    JAX compiles every primitive anew for every shape, which takes ten times as long as compiling the whole
+    function with XLA's optimiser off; torch would record gradients. TensorFlow runs eagerly as it is.
     """
     backend = keras.backend.backend()
     if backend == "torch":

@@ -1,4 +1,4 @@
-"""The errors of export, verification and the runner; no import of Keras, so that the runner can raise them."""
+"""The errors of export, verification and the runner; free of Keras, so that the runner can raise them."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class TokenCheck:
     Attributes:
         rows: generated rows compared.
         tokens: tokens compared.
-        mismatches: tokens that differ, each with `row`, `position`, `keras`, `onnx` and `gap`, the distance between
-            the two largest logits in Keras.
+        mismatches: tokens that differ, each with `row`, `position`, `keras`, `onnx` and `gap`, the distance
+            between the two largest logits in Keras.
         excused_below: a mismatch whose gap is smaller than this is a tie, counted and let pass.
     """
 
@@ -128,16 +128,16 @@ class Report:
             return f"Nothing could be compared for {self.path}: {'; '.join(self.skipped) or 'no output'}"
         verdict = "passed" if self.passed else "FAILED"
         lines = [
-            f"Verification {verdict}: {len(self.comparisons)} comparisons, largest error {self.max_error:.3g}; "
-            f"worst: {self.worst}"
+            f"Verification {verdict}: {len(self.comparisons)} comparisons, "
+            f"largest error {self.max_error:.3g}; worst: {self.worst}"
         ]
         if len(self.failures) > 1:
             lines.append(f"{len(self.failures)} comparisons failed.")
         if self.tokens is not None:
             t = self.tokens
             lines.append(
-                f"Generated tokens: {t.tokens} in {t.rows} rows, {len(t.mismatches)} differ, of which {t.excused} are "
-                f"ties (top-2 logit gap below {t.excused_below:g})."
+                f"Generated tokens: {t.tokens} in {t.rows} rows, {len(t.mismatches)} differ, of which "
+                f"{t.excused} are ties (top-2 logit gap below {t.excused_below:g})."
             )
             unexcused = [m for m in t.mismatches if m["gap"] >= t.excused_below]
             if unexcused:

@@ -69,11 +69,12 @@ class OnnxTransformer:
             max_length: the most tokens a row gets; default: S + 50, within the model's own limit.
 
         Returns:
-            int32 (B, L), L at most `max_length`. A row ends with the end id, if it fits, and then holds padding.
+            int32 (B, L), L at most `max_length`. A row ends with the end id, if it fits, and then holds
+            padding.
 
         Raises:
-            ValueError: ids outside the vocabulary (naming value and row), a row that is wholly padding, or a length
-                over the model's limit.
+            ValueError: ids outside the vocabulary (naming value and row), a row that is wholly padding, or a
+                length over the model's limit.
         """
         return collect_tokens(*self._steps(source_ids, max_length), self._rules)
 
@@ -81,9 +82,7 @@ class OnnxTransformer:
         """Like `generate`, token by token: yields int32 (B,) as soon as they are known."""
         return stream_tokens(*self._steps(source_ids, max_length), self._rules)
 
-    def translate(
-        self, texts: Sequence[str], max_length: int | None = None, batch_size: int = 32
-    ) -> list[str]:
+    def translate(self, texts: Sequence[str], max_length: int | None = None, batch_size: int = 32) -> list[str]:
         """Text in, text out. Texts of similar length share a batch; the results keep the order of `texts`.
 
         Raises:
@@ -105,7 +104,7 @@ class OnnxTransformer:
         return results
 
     def _steps(self, source_ids, max_length):
-        """The step function, its first tokens and the number of steps, for the loops of `generation.stream`."""
+        """The step function, its first tokens and the number of steps, as `generation.stream` takes them."""
         source = self._checked(source_ids, max_length)
         if max_length is None:
             max_length = generated_length(source.shape[1], self.config["max_length"])
@@ -186,7 +185,8 @@ def read_config(directory: str | os.PathLike) -> dict:
     """What an exported directory says of itself, once each of its files is found whole.
 
     Raises:
-        NotAnExportError: it is no exported directory, a file is missing or damaged, or a newer version wrote it.
+        NotAnExportError: it is no exported directory, a file is missing or damaged, or a newer version wrote
+            it.
     """
     directory = pathlib.Path(directory)
     path = directory / "config.json"
@@ -200,11 +200,11 @@ def read_config(directory: str | os.PathLike) -> dict:
     except ValueError as error:
         raise NotAnExportError(f"{path} is damaged: {error}") from error
     if not isinstance(config, dict) or config.get("format") != "keras_transformer":
-        raise NotAnExportError(f"{directory} is not an exported model: keras_transformer did not write {path.name}.")
+        raise NotAnExportError(f"{directory} is not an exported model: its config.json is of another kind.")
     if config.get("format_version") != FORMAT_VERSION:
         raise NotAnExportError(
-            f"{directory} has format version {config.get('format_version')}; this version of keras_transformer reads "
-            f"{FORMAT_VERSION}."
+            f"{directory} has format version {config.get('format_version')}; this version of "
+            f"keras_transformer reads {FORMAT_VERSION}."
         )
     for name, expected in config["files"].items():
         _check_file(directory / name, expected)
@@ -263,7 +263,7 @@ def open_session(path: str | os.PathLike, options=None, providers: Sequence[str]
             f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {str(error).strip()}"
         ) from error
     if providers[0] not in session.get_providers():
-        reason = "onnxruntime could not start it: its driver or libraries do not match (see its messages above)"
+        reason = "it could not be started, so its driver or libraries are missing or do not match"
         raise ValueError(_missing_provider(providers[0], reason))
     return session
 
@@ -272,7 +272,8 @@ def _missing_provider(provider, reason):
     text = f"`providers` holds {provider!r}, which is not there: {reason}."
     if provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider"):
         text += (
-            " It comes with the GPU wheel: pip uninstall onnxruntime; pip install 'keras-transformer-onnx[onnx-gpu]'."
+            " It comes with the GPU wheel: pip uninstall onnxruntime, then "
+            "pip install 'keras-transformer-onnx[onnx-gpu]'."
         )
     return text
 
@@ -286,9 +287,9 @@ def import_onnxruntime():
     wheels = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
     if len(wheels) > 1:
         raise ImportError(
-            f"{' and '.join(wheels)} are both installed. They are two builds of one package and overwrite each other's "
-            "files, so that neither is whole. Keep one: pip uninstall -y onnxruntime onnxruntime-gpu, then "
-            "pip install onnxruntime (CPU) or pip install onnxruntime-gpu (CUDA)."
+            f"{' and '.join(wheels)} are both installed. They are two builds of one package and overwrite each "
+            "other's files, so that neither is whole. Keep one: pip uninstall -y onnxruntime onnxruntime-gpu, "
+            "then pip install onnxruntime (CPU) or pip install onnxruntime-gpu (CUDA)."
         )
     try:
         import onnxruntime

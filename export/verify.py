@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import platform
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -41,16 +42,18 @@ def verify_onnx(
 ) -> Report:
     """Compares `model` with the ONNX file exported from it, in ONNX Runtime as it is used in production.
 
-    The inputs cover batches of 1, 2 and 3, lengths of 1, a prime, an even number, a multiple of 8 and the longest;
-    axes that are free of each other get different sizes in the same run. Token ids and masks come whole, padded on
-    either side, with holes, and with rows that are nothing but padding. Every position of every output is compared.
+    The inputs cover batches of 1, 2 and 3, lengths of 1, a prime, an even number, a multiple of 8 and the
+    longest; axes that are free of each other get different sizes in the same run. Token ids and masks come
+    whole, padded on either side, with holes, and with rows that are nothing but padding. Every position of
+    every output is compared.
 
     Args:
         model: the Keras model (or any callable on the same inputs) that the file was exported from.
-        path: an `.onnx` file, or the directory of an exported model. A directory of an encoder–decoder model is
-            compared in its parts (encoder, decoder with cache at several splits) and in the tokens it generates.
-        samples: inputs to use instead of made ones: arrays by input name, of which the leading entries along each
-            free axis serve for the smaller sizes; or a callable from the axes' sizes to such arrays.
+        path: an `.onnx` file, or the directory of an exported model. A directory of an encoder–decoder model
+            is compared in its parts (encoder, decoder with cache at several splits) and in the tokens it
+            generates.
+        samples: inputs to use instead of made ones: arrays by input name, of which the leading entries along
+            each free axis serve for the smaller sizes; or a callable from the axes' sizes to such arrays.
         tolerance: (absolute, relative): largest error allowed is `absolute + relative · max|output|`.
         padded_rows: `"exact"` compares padding positions like all others; `"any"` leaves them out.
         session_options: `onnxruntime.SessionOptions`; the default has all optimisations on, as in production.
@@ -62,12 +65,12 @@ def verify_onnx(
         The `Report`.
 
     Raises:
-        VerificationError: an output differs by more than the tolerance, or in shape, dtype or NaNs; the file does not
-            run at a size that Keras runs at; generated tokens differ; or nothing could be compared. Its `report`
-            holds every figure.
+        VerificationError: an output differs by more than the tolerance, or in shape, dtype or NaNs; the file
+            does not run at a size that Keras runs at; generated tokens differ; or nothing could be compared.
+            Its `report` holds every figure.
         NotAnExportError: `path` is not an ONNX file or an exported directory, or is damaged.
-        ValueError: an argument is not as described, or the file does not say what range its ids have and no `samples`
-            are given.
+        ValueError: an argument is not as described, or the file does not say what range its ids have and no
+            `samples` are given.
     """
     if padded_rows not in ("exact", "any"):
         raise ValueError(f"`padded_rows` must be 'exact' or 'any'. Received: padded_rows={padded_rows!r}")
@@ -159,9 +162,7 @@ class Check:
     def compare(self, name, expected, actual, sizes, case, padded=None) -> None:
         """Adds one comparison to the report."""
         keep = None if padded is None else kept_positions(expected.shape, padded)
-        self.report.comparisons.append(
-            compare(name, expected, actual, self.report.tolerance, sizes, case, keep)
-        )
+        self.report.comparisons.append(compare(name, expected, actual, self.report.tolerance, sizes, case, keep))
 
 
 def compare(
@@ -229,7 +230,7 @@ def versions() -> dict[str, str]:
     }
 
 
-# The file's interface ------------------------------------------------------------------------------------------------
+# The file's interface
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +272,7 @@ def interface(session) -> tuple[list[InputSpec], list[FreeAxis]]:
             for axis, dim in enumerate(node.shape)
         )
         entry = said.get(node.name, {})
-        kind = entry.get("kind") or ("mask" if dtype == bool else "float" if dtype.kind == "f" else "ids")
+        kind = entry.get("kind") or ("mask" if dtype.kind == "b" else "float" if dtype.kind == "f" else "ids")
         specs.append(InputSpec(node.name, dtype, shape, kind, entry.get("minimum", 0), entry.get("maximum")))
     names = dict.fromkeys(name for spec in specs for dim in spec.shape for name in _names(dim))
     leading = {spec.shape[0] for spec in specs if spec.shape}
@@ -344,7 +345,8 @@ def heads(path: pathlib.Path) -> int:
     return max(found, default=16)
 
 
-# Sizes ---------------------------------------------------------------------------------------------------------------
+# Sizes
+# ---------
 
 
 def lengths(minimum: int = 1, maximum: int | None = None) -> list[int]:
@@ -364,8 +366,8 @@ def lengths(minimum: int = 1, maximum: int | None = None) -> list[int]:
 def grid(axes: list[FreeAxis], num_heads: int = 16) -> tuple[list[dict[str, int]], list[str]]:
     """The sizes to compare at, and what had to be left out.
 
-    Each length is taken at the smallest batch and at a larger one. Axes other than the first length walk through
-    their own lengths at an offset, so that no two of them are equal where they need not be.
+    Each length is taken at the smallest batch and at a larger one. Axes other than the first length walk
+    through their own lengths at an offset, so that no two of them are equal where they need not be.
     """
     batches = [axis for axis in axes if axis.batch]
     free = [axis for axis in axes if not axis.batch]
@@ -377,7 +379,8 @@ def grid(axes: list[FreeAxis], num_heads: int = 16) -> tuple[list[dict[str, int]
             sizes = {axis.name: _within(batch + order, axis) for order, axis in enumerate(batches)}
             offset = step + (batch > 1 and rounds > 2)
             for order, (axis, choice) in enumerate(zip(free, choices, strict=True)):
-                # The first axis pairs every length with both batches; the others meet other partners each time.
+                # The first axis pairs every length with both batches; the others meet other partners each
+                # time.
                 index = step if order == 0 else offset + order
                 sizes[axis.name] = choice[index % len(choice)]
             rows = math.prod(sizes[axis.name] for axis in batches)
@@ -398,7 +401,8 @@ def _within(size, axis):
     return max(axis.minimum, size if axis.maximum is None else min(size, axis.maximum))
 
 
-# Inputs --------------------------------------------------------------------------------------------------------------
+# Inputs
+# ---------
 
 
 class MadeSamples:
@@ -410,8 +414,8 @@ class MadeSamples:
         for spec in specs:
             if spec.kind == "ids" and spec.maximum is None:
                 raise ValueError(
-                    f"The file does not say which values its integer input {spec.name!r} may take, so none can be made: "
-                    "pass `samples`, arrays by input name."
+                    f"The file does not say which values its integer input {spec.name!r} may take, so none can "
+                    "be made: pass `samples`, arrays by input name."
                 )
         self.specs = specs
 
@@ -555,7 +559,8 @@ def kept_positions(shape: tuple[int, ...], padded: list[np.ndarray]) -> np.ndarr
     return keep
 
 
-# Keras ---------------------------------------------------------------------------------------------------------------
+# Keras
+# ---------
 
 
 def keras_function(model: Callable) -> Callable[[dict[str, np.ndarray]], list[np.ndarray]]:
@@ -576,10 +581,14 @@ def keras_function(model: Callable) -> Callable[[dict[str, np.ndarray]], list[np
             return model(**inputs, **extra)
         return model(inputs, **extra)
 
-    run = inference(call, model.variables if is_layer else [])
+    run = inference(call, model.variables) if is_layer else call
 
     def function(arrays):
-        outputs = run({name: keras.ops.convert_to_tensor(_narrow(array)) for name, array in arrays.items()})
+        tensors = {name: keras.ops.convert_to_tensor(_narrow(array)) for name, array in arrays.items()}
+        with warnings.catch_warnings():
+            # A length of 1 is our choice, so what Keras has to say about it is not for the user.
+            warnings.simplefilter("ignore")
+            outputs = run(tensors)
         flat = [output for output in keras.tree.flatten(outputs) if output is not None]
         return [to_numpy(output) for output in flat]
 
