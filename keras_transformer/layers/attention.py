@@ -1,0 +1,330 @@
+"""Multi-head attention: of a sequence to itself, and to the memory of another sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_transformer.layers.masks import combine_masks, padding_mask_of
+from keras_transformer.ops import WriteCache, attention, causal_mask, positions, write_cache
+from keras_transformer.ops.masks import as_causal
+
+
+class _MultiHeadAttention(keras.layers.Layer):
+    """What both attentions share: the four projections and their arguments."""
+
+    def __init__(
+        self, num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs
+    ):
+        super().__init__(**kwargs)
+        for name, number in (("num_heads", num_heads), ("head_dim", head_dim)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"`{name}` must be a positive integer. Received: {name}={number}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"`dropout` must be in [0, 1). Received: dropout={dropout}")
+        self.supports_masking = True
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.use_bias = use_bias
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.seed = seed
+        if dropout:
+            self.seed_generator = keras.random.SeedGenerator(seed)
+
+    def _build(self, x_shape, memory_shape):
+        d_model = x_shape[-1]
+        if self.head_dim is None and d_model % self.num_heads:
+            raise ValueError(
+                "`num_heads` must divide the width of the input, unless `head_dim` is given. "
+                f"Received: num_heads={self.num_heads}, width {d_model}"
+            )
+        self.width = self.num_heads * (self.head_dim or d_model // self.num_heads)
+        self.query_dense = self._dense("query", self.width, x_shape)
+        self.key_dense = self._dense("key", self.width, memory_shape)
+        self.value_dense = self._dense("value", self.width, memory_shape)
+        self.output_dense = self._dense("output", d_model, (*x_shape[:-1], self.width))
+
+    def _dense(self, name, units, input_shape):
+        dense = keras.layers.Dense(
+            units,
+            use_bias=self.use_bias,
+            kernel_initializer=fresh(self.kernel_initializer),
+            bias_initializer=fresh(self.bias_initializer),
+            dtype=self.dtype_policy,
+            name=name,
+        )
+        dense.build(input_shape)
+        return dense
+
+    def _heads(self, x):
+        return ops.reshape(x, (-1, ops.shape(x)[1], self.num_heads, self.width // self.num_heads))
+
+    def _attend(self, query, key, value, mask, causal, return_weights, training):
+        """Attention and output projection: (output, weights or None)."""
+        dropout = self.dropout if training else 0.0
+        seed = self.seed_generator if dropout else None
+        result = attention(query, key, value, mask, causal, None, dropout, seed, return_weights)
+        output, weights = result if return_weights else (result, None)
+        output = ops.reshape(output, (-1, ops.shape(output)[1], self.width))
+        return self.output_dense(output), weights
+
+    def _output_specs(self, x, slots, return_weights, cache):
+        """The specs of what `call` returns; `cache` is None, or the specs of the pair."""
+        output = keras.KerasTensor(x.shape, self.compute_dtype)
+        weights_shape = (x.shape[0], self.num_heads, x.shape[1], slots)
+        weights = keras.KerasTensor(weights_shape, self.compute_dtype) if return_weights else None
+        return results(output, weights, cache)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "dropout": self.dropout,
+            "use_bias": self.use_bias,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+            "seed": self.seed,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class MultiHeadSelfAttention(_MultiHeadAttention):
+    """Multi-head attention of a sequence to itself ("Attention Is All You Need", section 3.2.2).
+
+    Args:
+        num_heads: number of heads N.
+        head_dim: width H of one head; the input's width / `num_heads` if None.
+        causal: positions attend to themselves and to what came before only.
+        dropout: rate at which attention weights are dropped in training.
+        use_bias: whether the four projections have biases.
+        kernel_initializer: initializer of the projections' kernels.
+        bias_initializer: initializer of the projections' biases.
+        seed: seed of the dropout.
+        **kwargs: `name`, `dtype`, `trainable`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        kernel_initializer: Any = "glorot_uniform",
+        bias_initializer: Any = "zeros",
+        seed: int | None = None,
+        **kwargs,
+    ):
+        super().__init__(
+            num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs
+        )
+        self.causal = causal
+
+    def build(self, input_shape):
+        self._build(input_shape, input_shape)
+
+    def call(
+        self,
+        x: Any,
+        padding_mask: Any = None,
+        attention_mask: Any = None,
+        cache: tuple[Any, Any] | None = None,
+        start: Any = None,
+        return_weights: bool = False,
+        training: bool | None = None,
+        mask: Any = None,
+        x_mask: Any = None,
+    ) -> Any:
+        """Attends.
+
+        Args:
+            x: (B, T, D).
+            padding_mask: boolean or integer (B, T), True for real tokens; with a cache (B, S), over all its slots. It
+                wins over the implicit Keras mask of `x`, which counts without a cache only.
+            attention_mask: boolean or integer, (B|1, T, S) or (B|1, N|1, T, S), True = may attend. With a cache it
+                stands in for the causal mask, and a causal layer that is given none takes positions for slots.
+            cache: the pair (keys, values) of earlier tokens, each (B, S, N, H); see `ops.write_cache`.
+            start: with a cache, the slot of the first token of `x`: an integer or (B,). None: append to the cache.
+            return_weights: also return the attention weights (B, N, T, S).
+            training: whether to apply dropout.
+            mask: the implicit mask, filled in by Keras.
+            x_mask: the implicit mask, filled in by Keras where more than one tensor is given.
+
+        Returns:
+            The output (B, T, D), followed by the weights if `return_weights` and by the new cache if `cache` is given.
+
+        Raises:
+            ValueError: on masks of wrong rank or dtype, or shapes that do not fit.
+        """
+        query, key, value = (
+            self._heads(dense(x)) for dense in (self.query_dense, self.key_dense, self.value_dense)
+        )
+        implicit = (mask, x_mask) if cache is None else ()
+        padding_mask = padding_mask_of(padding_mask, *implicit)
+        attention_mask, square = as_causal(attention_mask)
+        causal = self.causal or square
+        if cache is not None:
+            key, value = cache = write_cache(cache, key, value, start)
+            if causal and attention_mask is None:
+                attention_mask = cached_causal_mask(ops.shape(x)[1], ops.shape(key)[1], start)
+            causal = False
+        mask = combine_masks(padding_mask, attention_mask)
+        output, weights = self._attend(query, key, value, mask, causal, return_weights, training)
+        return results(output, weights, cache)
+
+    def compute_output_spec(
+        self,
+        x,
+        padding_mask=None,
+        attention_mask=None,
+        cache=None,
+        start=None,
+        return_weights=False,
+        training=None,
+        mask=None,
+        x_mask=None,
+    ):
+        slots = x.shape[1]
+        if cache is not None:
+            cache = cache_specs(cache, x, start)
+            slots = cache[0].shape[1]
+        return self._output_specs(x, slots, return_weights, cache)
+
+    def compute_output_shape(self, x_shape):
+        return tuple(x_shape)
+
+    def get_config(self):
+        return {**super().get_config(), "causal": self.causal}
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class CrossAttention(_MultiHeadAttention):
+    """Multi-head attention of a sequence to the memory of another ("Attention Is All You Need", section 3.2.3).
+
+    Args:
+        num_heads: number of heads N.
+        head_dim: width H of one head; the input's width / `num_heads` if None.
+        dropout: rate at which attention weights are dropped in training.
+        use_bias: whether the four projections have biases.
+        kernel_initializer: initializer of the projections' kernels.
+        bias_initializer: initializer of the projections' biases.
+        seed: seed of the dropout.
+        **kwargs: `name`, `dtype`, `trainable`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int | None = None,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        kernel_initializer: Any = "glorot_uniform",
+        bias_initializer: Any = "zeros",
+        seed: int | None = None,
+        **kwargs,
+    ):
+        super().__init__(
+            num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs
+        )
+
+    def build(self, x_shape, memory_shape):
+        self._build(x_shape, memory_shape)
+
+    def call(
+        self,
+        x: Any,
+        memory: Any = None,
+        padding_mask: Any = None,
+        attention_mask: Any = None,
+        cache: tuple[Any, Any] | None = None,
+        return_weights: bool = False,
+        training: bool | None = None,
+        memory_mask: Any = None,
+    ) -> Any:
+        """Attends.
+
+        Args:
+            x: (B, T, D).
+            memory: (B, S, E), such as the encoder's output.
+            padding_mask: boolean or integer (B, S), True for the memory's real tokens. It wins over the implicit
+                Keras mask of `memory`; the implicit mask of `x` plays no part.
+            attention_mask: boolean or integer, (B|1, T, S) or (B|1, N|1, T, S), True = may attend.
+            cache: what `project_memory(memory)` gave, in place of `memory`.
+            return_weights: also return the attention weights (B, N, T, S).
+            training: whether to apply dropout.
+            memory_mask: the implicit mask, filled in by Keras.
+
+        Returns:
+            The output (B, T, D), or the pair (output, weights).
+
+        Raises:
+            ValueError: on masks of wrong rank or dtype, or if not exactly one of `memory` and `cache` is given.
+        """
+        one_of_memory_and("cache", memory, cache)
+        key, value = self.project_memory(memory) if cache is None else cache
+        mask = combine_masks(padding_mask_of(padding_mask, memory_mask), attention_mask)
+        query = self._heads(self.query_dense(x))
+        output, weights = self._attend(query, key, value, mask, False, return_weights, training)
+        return results(output, weights, None)
+
+    def project_memory(self, memory: Any) -> tuple[Any, Any]:
+        """The memory's keys and values, each (B, S, N, H), to be reused as `cache`."""
+        return self._heads(self.key_dense(memory)), self._heads(self.value_dense(memory))
+
+    def compute_output_spec(
+        self,
+        x,
+        memory=None,
+        padding_mask=None,
+        attention_mask=None,
+        cache=None,
+        return_weights=False,
+        training=None,
+        memory_mask=None,
+    ):
+        one_of_memory_and("cache", memory, cache)
+        slots = (memory if cache is None else cache[0]).shape[1]
+        return self._output_specs(x, slots, return_weights, None)
+
+    def compute_output_shape(self, x_shape, memory_shape=None):
+        return tuple(x_shape)
+
+
+def results(output: Any, weights: Any, cache: Any) -> Any:
+    """What a layer returns: the output, followed by the weights and the cache where there are such."""
+    rest = tuple(item for item in (weights, cache) if item is not None)
+    return (output, *rest) if rest else output
+
+
+def cached_causal_mask(length: Any, slots: Any, start: Any) -> Any:
+    """The causal mask (B|1, T, S) of `length` new tokens over a cache in which position p lies in slot p.
+
+    Args:
+        length: number of new tokens T.
+        slots: number of the cache's slots S once written.
+        start: position of the first new token, an integer or (B,); None if the tokens were appended.
+    """
+    return causal_mask(positions(length, slots - length if start is None else start), positions(slots))
+
+
+def cache_specs(cache: Any, x: Any, start: Any) -> Any:
+    """The specs of the pair (keys, values) after `x` (B, T, D) was written to it."""
+    new = keras.KerasTensor((*x.shape[:2], *cache[0].shape[2:]), cache[0].dtype)
+    return WriteCache().compute_output_spec(cache, new, new, start)
+
+
+def one_of_memory_and(name: str, memory: Any, cache: Any) -> None:
+    """Raises ValueError unless exactly one of `memory` and the argument called `name` is given."""
+    if (memory is None) == (cache is None):
+        received = "neither" if memory is None else "both"
+        raise ValueError(f"Give one of `memory` and `{name}`. Received: {received}")
+
+
+def fresh(initializer: Any) -> Any:
+    """A copy of an initializer: one instance would give all the weights that it makes the same values."""
+    return initializer.clone() if isinstance(initializer, keras.initializers.Initializer) else initializer

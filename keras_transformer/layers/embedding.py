@@ -1,0 +1,140 @@
+"""Token embeddings, which also serve as tied output projection, and sinusoidal positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_transformer.ops import positions as token_positions
+from keras_transformer.ops import sinusoidal_encoding
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class TokenEmbedding(keras.layers.Layer):
+    """Looks token ids up in a table, and turns vectors back into logits ("Attention Is All You Need", section 3.4).
+
+    `embedding(token_ids)` maps (B, T) to (B, T, D), times `sqrt(d_model)` if `scale`. `embedding(x, reverse=True)`
+    maps (…, D) to the logits (…, V) by the same table, unscaled.
+
+    Args:
+        vocabulary_size: number of token ids V.
+        d_model: width D of the vectors.
+        scale: whether to multiply the vectors by `sqrt(d_model)`.
+        mask_zero: whether id 0 is padding: the output then carries the implicit mask `token_ids != 0`.
+        embeddings_initializer: initializer of the table; normal with a deviation of `d_model ** -0.5` if None, so
+            that scaled vectors and logits have unit variance.
+        **kwargs: `name`, `dtype`, `trainable`.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        d_model: int,
+        scale: bool = True,
+        mask_zero: bool = True,
+        embeddings_initializer: Any = None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        for name, number in (("vocabulary_size", vocabulary_size), ("d_model", d_model)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"`{name}` must be a positive integer. Received: {name}={number}")
+        self.supports_masking = True
+        self.vocabulary_size = vocabulary_size
+        self.d_model = d_model
+        self.scale = scale
+        self.mask_zero = mask_zero
+        self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
+
+    def build(self, input_shape=None):
+        self.embeddings = self.add_weight(
+            shape=(self.vocabulary_size, self.d_model),
+            initializer=self.embeddings_initializer
+            or keras.initializers.RandomNormal(stddev=self.d_model**-0.5),
+            name="embeddings",
+        )
+
+    def call(self, x: Any, reverse: bool = False) -> Any:
+        """Embeds token ids, or projects vectors to logits.
+
+        Args:
+            x: integer ids (B, T), or with `reverse` vectors (…, D).
+            reverse: whether to project.
+
+        Raises:
+            ValueError: if ids are not integers.
+        """
+        if reverse:
+            return ops.matmul(x, ops.transpose(self.embeddings))
+        if "int" not in keras.backend.standardize_dtype(x.dtype):
+            raise ValueError(
+                f"Token ids must be integers. Received: dtype {x.dtype} of shape {tuple(x.shape)}"
+            )
+        vectors = ops.take(self.embeddings, x, axis=0)
+        return ops.multiply(vectors, self.d_model**0.5) if self.scale else vectors
+
+    def compute_output_spec(self, x, reverse=False):
+        shape = (*x.shape[:-1], self.vocabulary_size) if reverse else (*x.shape, self.d_model)
+        return keras.KerasTensor(shape, self.compute_dtype)
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape, self.d_model)
+
+    def compute_mask(self, inputs, previous_mask=None):
+        """`token_ids != 0` for ids, if `mask_zero`; logits keep the mask of the vectors."""
+        if "int" not in keras.backend.standardize_dtype(inputs.dtype):
+            return previous_mask
+        return ops.not_equal(inputs, 0) if self.mask_zero else None
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "vocabulary_size": self.vocabulary_size,
+            "d_model": self.d_model,
+            "scale": self.scale,
+            "mask_zero": self.mask_zero,
+            "embeddings_initializer": keras.initializers.serialize(self.embeddings_initializer)
+            if self.embeddings_initializer
+            else None,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class SinusoidalPositionalEncoding(keras.layers.Layer):
+    """Adds the sinusoidal encoding of positions ("Attention Is All You Need", section 3.5).
+
+    Columns are interleaved: sine in the even ones, cosine in the odd ones. There is no table and no longest length;
+    the encoding is computed in float32 whatever the dtype policy, and cast once.
+
+    Args:
+        max_wavelength: the base of the geometric progression of wavelengths.
+        **kwargs: `name`, `dtype`, `trainable`.
+    """
+
+    def __init__(self, max_wavelength: float = 10000, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.max_wavelength = max_wavelength
+
+    def call(self, x: Any, positions: Any = None) -> Any:
+        """Adds the encoding.
+
+        Args:
+            x: (B, T, D).
+            positions: integers (B|1, T); 0 … T-1 if None.
+        """
+        if positions is None:
+            positions = token_positions(ops.shape(x)[1])
+        encoding = sinusoidal_encoding(positions, x.shape[-1], self.max_wavelength)
+        return ops.add(x, ops.cast(encoding, x.dtype))
+
+    def compute_output_spec(self, x, positions=None):
+        return keras.KerasTensor(x.shape, self.compute_dtype)
+
+    def compute_output_shape(self, x_shape):
+        return tuple(x_shape)
+
+    def get_config(self):
+        return {**super().get_config(), "max_wavelength": self.max_wavelength}

@@ -1,0 +1,106 @@
+"""The causal mask as a layer, and what the layers do with masks that they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_transformer.ops import masks as ops_masks
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class CausalMask(keras.layers.Layer):
+    """The mask that lets a position attend to itself and to what came before; True = may attend.
+
+    `CausalMask()(x)` with `x` (B, T, …) is the boolean (1, T, T) mask, for the `attention_mask` argument of the
+    attention layers, which then run and export as with `causal=True`. With a cache, give the positions:
+    `CausalMask()(x, positions=positions, key_positions=key_positions)` is (B|1, T, S). `CausalMask.additive(mask)`
+    shows a mask as the matrix of 0 and −inf that papers print.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+
+    def call(self, x: Any, positions: Any = None, key_positions: Any = None) -> Any:
+        """Returns the mask.
+
+        Args:
+            x: a tensor (B, T, …), of which only the length counts.
+            positions: integer positions of the queries (B|1, T); 0 … T-1 if both are left out.
+            key_positions: integer positions of the keys (B|1, S).
+
+        Raises:
+            ValueError: if only one of the two is given.
+        """
+        if (positions is None) != (key_positions is None):
+            raise ValueError(
+                "`positions` and `key_positions` must be given together. "
+                f"Received: positions={positions}, key_positions={key_positions}"
+            )
+        if positions is None:
+            return ops_masks.square_causal_mask(x)
+        return ops_masks.causal_mask(positions, key_positions)
+
+    def compute_output_spec(self, x, positions=None, key_positions=None):
+        if positions is None:
+            return ops_masks.SquareCausalMask().compute_output_spec(x)
+        return ops_masks.CausalMask().compute_output_spec(positions, key_positions)
+
+    def compute_output_shape(self, x_shape):
+        return (1, x_shape[1], x_shape[1])
+
+    def compute_mask(self, inputs, previous_mask):
+        """The result is no sequence, so it carries no padding mask."""
+        return None
+
+    @staticmethod
+    def additive(mask: Any, dtype: str = "float32") -> Any:
+        """The mask as numbers to add to attention scores: 0 where it is True, −inf elsewhere."""
+        return ops.where(mask, ops.zeros((), dtype), ops.full((), -float("inf"), dtype))
+
+
+def padding_mask_of(padding_mask: Any, *implicit: Any) -> Any:
+    """The boolean (B, S) padding mask that holds: the explicit one if given, else the first implicit one.
+
+    Raises:
+        ValueError: if the explicit mask is not a boolean or integer (B, S).
+    """
+    if padding_mask is None:
+        return next((mask for mask in implicit if mask is not None), None)
+    dtype = keras.backend.standardize_dtype(padding_mask.dtype)
+    if len(padding_mask.shape) != 2 or not (dtype == "bool" or "int" in dtype):
+        raise ValueError(
+            "`padding_mask` must be boolean or integer of shape (batch, length), True or 1 for real tokens. "
+            f"Received: padding_mask.shape={tuple(padding_mask.shape)}, padding_mask.dtype={dtype}"
+        )
+    return padding_mask if dtype == "bool" else ops.cast(padding_mask, "bool")
+
+
+def combine_masks(padding_mask: Any, attention_mask: Any) -> Any:
+    """One boolean mask, (B|1, T|1, S) or (B|1, N|1, T|1, S), from a (B, S) padding mask and an attention mask.
+
+    Raises:
+        ValueError: if `attention_mask` is not a boolean or integer tensor of rank 3 or 4.
+    """
+    if attention_mask is not None:
+        dtype = keras.backend.standardize_dtype(attention_mask.dtype)
+        rank = len(attention_mask.shape)
+        if rank not in (3, 4) or not (dtype == "bool" or "int" in dtype):
+            raise ValueError(
+                "`attention_mask` must be boolean or integer of shape (B|1, T, S) or (B|1, N|1, T, S); a (T, S) mask "
+                "for all rows is given as (1, T, S), and a mask of padding as `padding_mask`. "
+                f"Received: attention_mask.shape={tuple(attention_mask.shape)}, attention_mask.dtype={dtype}"
+            )
+        if dtype != "bool":
+            attention_mask = ops.cast(attention_mask, "bool")
+    if padding_mask is None:
+        return attention_mask
+    padding_mask = ops.expand_dims(padding_mask, 1)
+    if attention_mask is None:
+        return padding_mask
+    if rank == 4:
+        padding_mask = ops.expand_dims(padding_mask, 1)
+    return ops.logical_and(attention_mask, padding_mask)

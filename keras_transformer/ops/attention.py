@@ -1,0 +1,200 @@
+"""Scaled dot-product attention as one operation, whatever kernel runs inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+# Finite, so that a row with every key masked gives a finite softmax (and gradient) before it is set to 0. Scores are
+# at least float32 where it is used, and exp(-1e30 - score) is 0 for every score that attention can produce.
+_MASKED_SCORE = -1e30
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | keras.random.SeedGenerator | None = None,
+    return_weights: bool = False,
+) -> Any:
+    """Scaled dot-product attention: `softmax(scale · query keyᵀ) value` ("Attention Is All You Need", eq. 1).
+
+    A query that may attend to no key gives 0, with finite gradients. The softmax is computed in float32 at least.
+
+    Args:
+        query: (B, T, N, H).
+        key: (B, S, K, H); K divides N, and each key head serves N / K successive query heads.
+        value: (B, S, K, W); W is H in most models.
+        mask: boolean, True = may attend, of shape (B|1, T|1, S) or (B|1, N|1, T|1, S).
+        causal: position t attends to positions 0 … t only. For T == S; with a cache pass a mask.
+        scale: factor of the scores; `H ** -0.5` if None.
+        dropout: rate at which attention weights are dropped. Give 0 at inference.
+        seed: seed or seed generator of the dropout.
+        return_weights: also return the attention weights (before dropout).
+
+    Returns:
+        The output (B, T, N, W), or the pair (output, weights (B, N, T, S)).
+
+    Raises:
+        ValueError: on shapes that do not fit, a mask that is not boolean, or `causal` with T != S.
+    """
+    return Attention(causal, scale, dropout, seed, return_weights)(query, key, value, mask=mask)
+
+
+class Attention(keras.Operation):
+    """The operation behind `attention`; it is called with (query, key, value, mask=None)."""
+
+    def __init__(
+        self,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        seed: int | keras.random.SeedGenerator | None = None,
+        return_weights: bool = False,
+        *,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self.causal = causal
+        self.scale = scale
+        self.dropout = dropout
+        self.return_weights = return_weights
+        self._seed = seed
+
+    def call(self, query, key, value, mask=None):
+        self._check(query, key, value, mask)
+        dtype = keras.backend.result_type(query.dtype, key.dtype, value.dtype)
+        query, key, value = (ops.cast(x, dtype) for x in (query, key, value))
+        if mask is not None:
+            if len(mask.shape) == 3:
+                mask = ops.expand_dims(mask, 1)
+            if self.causal:
+                mask = ops.logical_and(mask, _causal(query))
+        if self._fused_kernel_serves(query, value):
+            output, weights = self._fused(query, key, value, mask), None
+        else:
+            output, weights = self._plain(query, key, value, mask)
+        if mask is not None:
+            attends = ops.transpose(ops.any(mask, axis=-1, keepdims=True), (0, 2, 1, 3))
+            output = ops.where(attends, output, ops.zeros((), dtype))
+        if not self.return_weights:
+            return output
+        if mask is not None:
+            weights = ops.where(mask, weights, ops.zeros((), dtype))
+        return output, weights
+
+    def _fused_kernel_serves(self, query, value):
+        # TensorFlow has no fused kernel: its version is an einsum, and it takes no single key head.
+        return (
+            keras.config.backend() in ("jax", "torch")
+            and not self.dropout
+            and not self.return_weights
+            and query.shape[-1] == value.shape[-1]
+        )
+
+    def _fused(self, query, key, value, mask):
+        if key.shape[2] == 1:
+            # Kernels differ on whether they broadcast a single head.
+            key, value = (ops.repeat(x, query.shape[2], axis=2) for x in (key, value))
+        causal = self.causal and mask is None
+        return ops.dot_product_attention(query, key, value, mask=mask, scale=self.scale, is_causal=causal)
+
+    def _plain(self, query, key, value, mask):
+        if self.causal and mask is None:
+            mask = _causal(query)
+        dtype = query.dtype
+        batch, length, num_heads, head_dim = ops.shape(query)
+        slots, num_kv_heads, value_dim = ops.shape(value)[1:]
+        # The query heads that share a key head are stacked along the length, so that keys are never repeated.
+        query = ops.transpose(query * (head_dim**-0.5 if self.scale is None else self.scale), (0, 2, 1, 3))
+        query = ops.reshape(query, (batch, num_kv_heads, num_heads // num_kv_heads * length, head_dim))
+        scores = ops.matmul(query, ops.transpose(key, (0, 2, 3, 1)))
+        scores = ops.reshape(scores, (batch, num_heads, length, slots))
+        scores = ops.cast(scores, keras.backend.result_type(dtype, "float32"))
+        if mask is not None:
+            scores = ops.where(mask, scores, ops.full((), _MASKED_SCORE, scores.dtype))
+        weights = ops.cast(ops.softmax(scores, axis=-1), dtype)
+        dropped = keras.random.dropout(weights, self.dropout, seed=self._seed) if self.dropout else weights
+        dropped = ops.reshape(dropped, (batch, num_kv_heads, num_heads // num_kv_heads * length, slots))
+        output = ops.matmul(dropped, ops.transpose(value, (0, 2, 1, 3)))
+        output = ops.reshape(output, (batch, num_heads, length, value_dim))
+        return ops.transpose(output, (0, 2, 1, 3)), weights
+
+    def compute_output_spec(self, query, key, value, mask=None):
+        batch, length, slots = self._check(query, key, value, mask)
+        num_heads = query.shape[2]
+        dtype = keras.backend.result_type(query.dtype, key.dtype, value.dtype)
+        output = keras.KerasTensor((batch, length, num_heads, value.shape[3]), dtype)
+        if not self.return_weights:
+            return output
+        return output, keras.KerasTensor((batch, num_heads, length, slots), dtype)
+
+    def _check(self, query, key, value, mask):
+        """Raises ValueError on arguments that do not fit; returns the static (B, T, S)."""
+        shapes = ", ".join(f"{n}.shape={tuple(x.shape)}" for n, x in _named(query, key, value))
+        if any(len(x.shape) != 4 for x in (query, key, value)):
+            raise ValueError(
+                "`query`, `key` and `value` must have the shapes (batch, length, heads, width). "
+                f"Received: {shapes}"
+            )
+        batch = _one_of(query.shape[0], key.shape[0], value.shape[0])
+        length, slots = query.shape[1], _one_of(key.shape[1], value.shape[1])
+        if not (
+            all(_agree(x.shape[0], batch) for x in (query, key, value))
+            and _agree(key.shape[1], value.shape[1])
+            and key.shape[2] == value.shape[2]
+            and query.shape[3] == key.shape[3]
+            and query.shape[2] % key.shape[2] == 0
+        ):
+            raise ValueError(
+                "`query` (B, T, N, H), `key` (B, S, K, H) and `value` (B, S, K, W) do not fit together, where K must "
+                f"divide N. Received: {shapes}"
+            )
+        if self.causal and not _agree(length, slots):
+            raise ValueError(
+                "`causal=True` needs as many queries as keys; with a cache pass a `mask` made from positions. "
+                f"Received: {shapes}"
+            )
+        if mask is not None:
+            _check_mask(mask, (batch, query.shape[2], length, slots))
+        return batch, length, slots
+
+
+def _check_mask(mask, sizes):
+    dtype = keras.backend.standardize_dtype(mask.dtype)
+    shape = tuple(mask.shape)
+    if dtype != "bool":
+        raise ValueError(f"`mask` must be boolean, True = may attend. Received: mask.dtype={dtype}")
+    expected = sizes if len(shape) == 4 else (sizes[0], *sizes[2:])
+    if (
+        len(shape) not in (3, 4)
+        or not all(s == 1 or _agree(s, e) for s, e in zip(shape[:-1], expected[:-1], strict=True))
+        or not _agree(shape[-1], expected[-1])
+    ):
+        raise ValueError(
+            "`mask` must have the shape (B|1, T|1, S) or (B|1, N|1, T|1, S) with (B, N, T, S) = "
+            f"{sizes}. Received: mask.shape={shape}"
+        )
+
+
+def _causal(query):
+    steps = ops.arange(ops.shape(query)[1])
+    return ops.less_equal(steps[None, None, None, :], steps[None, None, :, None])
+
+
+def _named(query, key, value):
+    return (("query", query), ("key", key), ("value", value))
+
+
+def _one_of(*sizes):
+    return next((size for size in sizes if size is not None), None)
+
+
+def _agree(a, b):
+    return a is None or b is None or a == b

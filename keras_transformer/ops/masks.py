@@ -1,0 +1,81 @@
+"""Causal masks as functions of positions; True means "may attend"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+
+def causal_mask(positions: Any, key_positions: Any) -> Any:
+    """Each query attends to the keys at its own position and before.
+
+    Args:
+        positions: integer positions of the queries, (B|1, T).
+        key_positions: integer positions of the keys, (B|1, S).
+
+    Returns:
+        Boolean (B|1, T, S): `key_positions <= positions`.
+
+    Raises:
+        ValueError: if either is not of rank 2.
+    """
+    return CausalMask()(positions, key_positions)
+
+
+def square_causal_mask(x: Any) -> Any:
+    """The causal mask (1, T, T) of a sequence `x` (B, T, …) that starts at position 0.
+
+    Attention that is given this very tensor runs and exports as `causal=True`: see `as_causal`.
+    """
+    return SquareCausalMask()(x)
+
+
+def as_causal(mask: Any) -> tuple[Any, bool]:
+    """Splits an attention mask into (mask, causal): (None, True) for an unchanged `square_causal_mask`.
+
+    The mask is known by a mark on the tensor, which anything computed from it does not carry. Where a backend's
+    tensors take no mark, the mask is simply applied: the result is the same.
+    """
+    return (None, True) if getattr(mask, "_keras_transformer_causal", False) else (mask, False)
+
+
+class CausalMask(keras.Operation):
+    """The operation behind `causal_mask`; it is called with (positions, key_positions)."""
+
+    def call(self, positions, key_positions):
+        self._check(positions, key_positions)
+        return ops.less_equal(ops.expand_dims(key_positions, 1), ops.expand_dims(positions, 2))
+
+    def compute_output_spec(self, positions, key_positions):
+        self._check(positions, key_positions)
+        (rows, length), (key_rows, slots) = positions.shape, key_positions.shape
+        return keras.KerasTensor((key_rows if rows == 1 else rows, length, slots), "bool")
+
+    def _check(self, positions, key_positions):
+        if len(positions.shape) != 2 or len(key_positions.shape) != 2:
+            raise ValueError(
+                "`positions` and `key_positions` must have the shapes (B|1, T) and (B|1, S). "
+                f"Received: positions.shape={tuple(positions.shape)}, "
+                f"key_positions.shape={tuple(key_positions.shape)}"
+            )
+
+
+class SquareCausalMask(keras.Operation):
+    """The operation behind `square_causal_mask`; it is called with (x)."""
+
+    def call(self, x):
+        steps = ops.arange(ops.shape(x)[1])
+        return _marked(ops.less_equal(steps[None, None, :], steps[None, :, None]))
+
+    def compute_output_spec(self, x):
+        return _marked(keras.KerasTensor((1, x.shape[1], x.shape[1]), "bool"))
+
+
+def _marked(mask):
+    try:
+        mask._keras_transformer_causal = True
+    except AttributeError:
+        pass  # JAX arrays take no attributes
+    return mask
