@@ -123,7 +123,9 @@ def test_gradients(ignore_id):
     target = np.eye(7)[np.where(real, labels, 0)] * 0.9 + 0.1 / 7
     expected = real[..., None] * (probability - target) / real.sum()
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
-    value, gradient = loss_and_gradient(MaskedCrossentropy(ignore_id=ignore_id), np.full_like(labels, ignore_id), logits)
+    value, gradient = loss_and_gradient(
+        MaskedCrossentropy(ignore_id=ignore_id), np.full_like(labels, ignore_id), logits
+    )
     assert value == 0.0
     assert (gradient == 0).all()
 

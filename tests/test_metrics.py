@@ -13,7 +13,11 @@ def batches(ignore_id=0):
     for rows, length in ((3, 5), (2, 11)):
         labels = rng.integers(1, 7, (rows, length)).astype("int32")
         labels[0, 2:] = ignore_id
-        yield labels, rng.normal(size=(rows, length, 7)).astype("float32"), rng.uniform(size=rows).astype("float32")
+        yield (
+            labels,
+            rng.normal(size=(rows, length, 7)).astype("float32"),
+            rng.uniform(size=rows).astype("float32"),
+        )
 
 
 def expected(metric, ignore_id, weighted):
@@ -64,9 +68,7 @@ def test_in_fit_and_evaluate():
     ids = rng.integers(0, 7, (5, 3)).astype("int32")
     inputs = keras.Input((3,), dtype="int32")
     model = keras.Model(inputs, keras.layers.Embedding(7, 7, mask_zero=True)(inputs))
-    model.compile(
-        "sgd", keras.losses.SparseCategoricalCrossentropy(True), metrics=[MaskedAccuracy(), Perplexity()]
-    )
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True), metrics=[MaskedAccuracy(), Perplexity()])
     results = model.evaluate(ids, labels, batch_size=2, return_dict=True, verbose=0)
     logits = ops.convert_to_numpy(model(ids)).astype("float64")
     real = labels != 0

@@ -1,0 +1,391 @@
+"""The encoder-decoder Transformer of "Attention Is All You Need"."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_transformer._validation import (
+    check_ids,
+    check_length,
+    check_not_empty,
+    id_batch,
+    positive_integers,
+)
+from keras_transformer.generation.backends import Generator
+from keras_transformer.generation.rules import Rules, generated_length
+from keras_transformer.layers import (
+    SinusoidalPositionalEncoding,
+    TokenEmbedding,
+    TransformerDecoder,
+    TransformerEncoder,
+)
+from keras_transformer.ops import causal_mask
+from keras_transformer.ops import positions as token_positions
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class Transformer(keras.Model):
+    """Encoder-decoder Transformer (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
+
+    Called with `{"source": ids (B, S), "target": ids (B, T)}` it gives logits (B, T, V): those at position t are for the
+    token after `target[:, t]`, of which they see the tokens up to t and the whole source. The defaults are the paper's
+    base model; `Transformer(37000, 37000, share_embeddings=True)` has its 63,082,496 parameters.
+
+    Padding is id 0, always: that is the one id which Keras' implicit masks can mean. Source padding is attended to by
+    nobody. Target padding stands at the end of a row, where the causal mask hides it from every real position, so no
+    other mask is made: attention runs in its causal form, and what stands at padded positions (finite, of no meaning)
+    is the same with a cache and without. The logits carry the implicit mask `target != 0`.
+
+    Every shape follows from the arguments, so all weights exist as soon as the model does: it can be counted, loaded,
+    used and exported before any call.
+
+    Args:
+        source_vocabulary_size: number of source ids.
+        target_vocabulary_size: number of target ids, V.
+        num_layers: blocks in the encoder and in the decoder.
+        d_model: width.
+        num_heads: attention heads; must divide `d_model`.
+        d_ff: inner width of the feed-forward layers.
+        dropout: rate, for every sub-layer's output and the sums of embeddings and positions (section 5.4).
+        activation: of the feed-forward layers; a name or a serializable function.
+        norm_first: normalise each sub-layer's input (and the stacks' outputs) in place of its output.
+        share_embeddings: one table for source and target, which must then have equal vocabulary sizes.
+        tie_output: the target embedding, transposed, is the output projection (section 3.4). Otherwise a dense layer
+            of its own. Neither has a bias.
+        max_length: longest source and target, and the limit of what `generate` makes; None for no limit.
+        start_id: what every target begins with.
+        end_id: what ends a target.
+        seed: of initial weights and dropout.
+        **kwargs: `name`, `dtype` and `trainable`, as for any `keras.Model`.
+
+    Raises:
+        ValueError: an argument outside its range, or arguments that contradict each other.
+
+    Example:
+        ```python
+        model = keras_transformer.models.Transformer(8000, 8000, num_layers=3, d_model=256, num_heads=4, d_ff=1024)
+        model.compile("adam", keras_transformer.losses.MaskedCrossentropy())
+        model.fit({"source": source, "target": target}, labels)  # labels: target, one token ahead
+        model.generate(source, max_length=40)
+        ```
+    """
+
+    pad_id = 0
+
+    def __init__(
+        self,
+        source_vocabulary_size: int,
+        target_vocabulary_size: int,
+        num_layers: int = 6,
+        d_model: int = 512,
+        num_heads: int = 8,
+        d_ff: int = 2048,
+        dropout: float = 0.1,
+        activation: Any = "relu",
+        norm_first: bool = False,
+        share_embeddings: bool = False,
+        tie_output: bool = True,
+        max_length: int | None = None,
+        start_id: int = 1,
+        end_id: int = 2,
+        seed: int | None = None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        positive_integers(source_vocabulary_size=source_vocabulary_size, target_vocabulary_size=target_vocabulary_size)
+        if max_length is not None:
+            positive_integers(max_length=max_length)
+        if share_embeddings and source_vocabulary_size != target_vocabulary_size:
+            raise ValueError(
+                "`share_embeddings=True` needs equal vocabulary sizes. Received: "
+                f"source_vocabulary_size={source_vocabulary_size}, target_vocabulary_size={target_vocabulary_size}"
+            )
+        check_ids(np.array([start_id]), target_vocabulary_size, "start_id")
+        check_ids(np.array([end_id]), target_vocabulary_size, "end_id")
+        if end_id == self.pad_id:
+            raise ValueError(f"`end_id` must differ from the padding id {self.pad_id}. Received: end_id={end_id}")
+        self.source_vocabulary_size = source_vocabulary_size
+        self.target_vocabulary_size = target_vocabulary_size
+        self.num_layers = num_layers
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.d_ff = d_ff
+        self.dropout = dropout
+        self.activation = keras.activations.get(activation)
+        self.norm_first = norm_first
+        self.share_embeddings = share_embeddings
+        self.tie_output = tie_output
+        self.max_length = max_length
+        self.start_id = start_id
+        self.end_id = end_id
+        self.seed = seed
+        self.supports_masking = True
+
+        with _seeded(seed):
+            self._make_layers()
+            self.build()
+        self._generator = Generator(self)
+
+    def _make_layers(self):
+        common = {"dtype": self.dtype_policy}
+        stack = {
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "d_ff": self.d_ff,
+            "dropout": self.dropout,
+            "activation": self.activation,
+            "norm_first": self.norm_first,
+            **common,
+        }
+
+        def embedding(size, name):
+            # Masks are made from ids where they are needed, once for all layers: see the class docstring.
+            return TokenEmbedding(size, self.d_model, mask_zero=False, name=name, **common)
+
+        self.source_embedding = embedding(self.source_vocabulary_size, "source_embedding")
+        self.target_embedding = (
+            self.source_embedding
+            if self.share_embeddings
+            else embedding(self.target_vocabulary_size, "target_embedding")
+        )
+        self.position_encoding = SinusoidalPositionalEncoding(name="position_encoding", **common)
+        self.source_dropout = keras.layers.Dropout(self.dropout, name="source_dropout", **common)
+        self.target_dropout = keras.layers.Dropout(self.dropout, name="target_dropout", **common)
+        self.encoder = TransformerEncoder(name="encoder", **stack)
+        self.decoder = TransformerDecoder(name="decoder", **stack)
+        self.output_projection = (
+            None
+            if self.tie_output
+            else keras.layers.Dense(self.target_vocabulary_size, use_bias=False, name="output_projection", **common)
+        )
+
+    def build(self, input_shape=None):
+        """Creates every weight; no shape has to be given."""
+        if self.built:
+            return
+        states = (None, None, self.d_model)
+        self.source_embedding.build((None, None))
+        if not self.share_embeddings:
+            self.target_embedding.build((None, None))
+        self.position_encoding.build(states)
+        self.source_dropout.build(states)
+        self.target_dropout.build(states)
+        self.encoder.build(states)
+        self.decoder.build(states, states)
+        if self.output_projection is not None:
+            self.output_projection.build(states)
+
+    def call(self, inputs, training=None):
+        """Logits (B, T, V) of `{"source": ids (B, S), "target": ids (B, T)}`."""
+        source, target = self._checked(inputs)
+        memory, source_mask = self.encode(source, training=training)
+        return self.decode(target, self.project_memory(memory), source_mask, training=training)[0]
+
+    def compute_mask(self, inputs, previous_mask=None):
+        return ops.not_equal(inputs["target"], self.pad_id)
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape["target"], self.target_vocabulary_size)
+
+    def encode(self, source_ids: Any, training: bool | None = None) -> tuple[Any, Any]:
+        """Encodes `source_ids` (B, S).
+
+        Returns:
+            The memory (B, S, d_model) and its mask (B, S), True where a token is not padding.
+        """
+        source_mask = ops.not_equal(source_ids, self.pad_id)
+        x = self.position_encoding(self.source_embedding(source_ids))
+        x = self.source_dropout(x, training=training)
+        return self.encoder(x, padding_mask=source_mask, training=training), source_mask
+
+    def project_memory(self, memory: Any) -> tuple[tuple[Any, Any], ...]:
+        """For each layer the cross-attention's (key, value) of `memory` (B, S, d_model), each (B, S, N, H)."""
+        return self.decoder.project_memory(memory)
+
+    def decode(
+        self,
+        target_ids: Any,
+        memory_cache: tuple[tuple[Any, Any], ...],
+        source_mask: Any,
+        positions: Any = None,
+        cache: tuple[tuple[Any, Any], ...] | None = None,
+        start: Any = None,
+        attention_mask: Any = None,
+        last_only: bool = False,
+        training: bool | None = None,
+    ) -> tuple[Any, tuple[tuple[Any, Any], ...] | None]:
+        """Decodes `target_ids` (B, T), in one of three forms.
+
+        - No `cache`: a whole target, causal.
+        - `cache` and `start`: the cache is a buffer of S slots, and the ids stand at `start … start+T-1`.
+        - `cache` without `start`: the cache holds P positions and grows to P + T. `attention_mask` and `positions` are
+          the caller's, so that rows may be padded on the left.
+
+        Args:
+            target_ids: (B, T).
+            memory_cache: from `project_memory`.
+            source_mask: (B, S), from `encode`.
+            positions: (B|1, T); made from `start`, or from 0, if None.
+            cache: for each layer (key, value).
+            start: the first slot that is written: an integer, or one a row (B,).
+            attention_mask: boolean (B|1, T, slots), True = may attend; must be causal.
+            last_only: logits of the last position only, (B, 1, V).
+            training: whether dropout is active.
+
+        Returns:
+            The logits (B, T, V) and the new cache (None without one).
+
+        Raises:
+            ValueError: the growing form without its mask or positions, or `start` without a cache.
+        """
+        if cache is None and start is not None:
+            raise ValueError("`start` needs a `cache` to write to. Received: cache=None")
+        if cache is not None:
+            if start is not None:
+                if positions is None:
+                    positions = token_positions(ops.shape(target_ids)[1], start)
+                if attention_mask is None:
+                    attention_mask = causal_mask(positions, token_positions(ops.shape(cache[0][0])[1]))
+            elif attention_mask is None or positions is None:
+                raise ValueError(
+                    "A growing `cache` (no `start`) needs `attention_mask` and `positions`. Received: "
+                    f"attention_mask={attention_mask}, positions={positions}"
+                )
+        x = self.position_encoding(self.target_embedding(target_ids), positions=positions)
+        x = self.target_dropout(x, training=training)
+        x = self.decoder(
+            x,
+            memory_cache=memory_cache,
+            memory_padding_mask=source_mask,
+            attention_mask=attention_mask,
+            cache=cache,
+            start=start,
+            training=training,
+        )
+        x, cache = (x, None) if cache is None else x
+        if last_only:
+            x = x[:, -1:]
+        if self.tie_output:
+            return self.target_embedding(x, reverse=True), cache
+        return self.output_projection(x), cache
+
+    def generate(self, source_ids: Any, max_length: int | None = None, compile: bool | None = None) -> np.ndarray:
+        """Greedy decoding: at each position the token of the highest logit, until every row has ended.
+
+        Keys and values of self- and cross-attention are cached. Compiled programs are kept for each batch size and
+        each source and target length rounded up to multiples of 8.
+
+        Args:
+            source_ids: integers (B, S), padded with 0; or rows of unequal length.
+            max_length: the largest number of tokens a row gets; the source's length + 50, within the model's
+                `max_length`, if None.
+            compile: True: one compiled program for the whole loop on TensorFlow and JAX, a compiled step on torch.
+                False: step by step. None: True on TensorFlow and JAX; False on torch, where compiling takes a C++
+                compiler and the better part of a minute.
+
+        Returns:
+            int32 (B, L), L at most `max_length`: the generated tokens, without `start_id`, with `end_id`, and padded
+            with 0 after it.
+
+        Raises:
+            ValueError: on ids outside the vocabulary, a row that is wholly padding, or a length over the limit.
+        """
+        source_ids = id_batch(_to_numpy(source_ids), "source_ids", self.pad_id)
+        check_ids(source_ids, self.source_vocabulary_size, "source_ids")
+        check_not_empty(source_ids, self.pad_id, "source_ids")
+        check_length(source_ids.shape[1], self.max_length, "source length")
+        if max_length is None:
+            max_length = generated_length(source_ids.shape[1], self.max_length)
+        check_length(max_length, self.max_length, "max_length")
+        start = np.full(len(source_ids), self.start_id, "int32")
+        return self._generator.generate(source_ids, start, max_length, self.rules, compile)
+
+    @property
+    def rules(self) -> Rules:
+        """The token rules that `generate` follows."""
+        return Rules(end_id=self.end_id, pad_id=self.pad_id)
+
+    @property
+    def vocabulary_sizes(self) -> dict[str, int]:
+        """The number of ids of each input, and of the labels."""
+        target = self.target_vocabulary_size
+        return {"source": self.source_vocabulary_size, "target": target, "labels": target}
+
+    def start_generation(self, source_ids: Any, length: int) -> Any:
+        """What `generation_step` needs before the first token: memory, mask, and empty buffers of `length` slots."""
+        memory, source_mask = self.encode(source_ids, training=False)
+        return (
+            self.decoder.init_cache(source_ids.shape[0], length),
+            self.project_memory(memory),
+            source_mask,
+        )
+
+    def generation_step(self, tokens: Any, position: Any, state: Any) -> tuple[Any, Any]:
+        """The logits (B, V) after `tokens` (B, 1) at `position`, and the new state."""
+        cache, memory_cache, source_mask = state
+        logits, cache = self.decode(
+            tokens, memory_cache, source_mask, cache=cache, start=position, last_only=True, training=False
+        )
+        return logits[:, 0], (cache, memory_cache, source_mask)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "source_vocabulary_size": self.source_vocabulary_size,
+            "target_vocabulary_size": self.target_vocabulary_size,
+            "num_layers": self.num_layers,
+            "d_model": self.d_model,
+            "num_heads": self.num_heads,
+            "d_ff": self.d_ff,
+            "dropout": self.dropout,
+            "activation": keras.activations.serialize(self.activation),
+            "norm_first": self.norm_first,
+            "share_embeddings": self.share_embeddings,
+            "tie_output": self.tie_output,
+            "max_length": self.max_length,
+            "start_id": self.start_id,
+            "end_id": self.end_id,
+            "seed": self.seed,
+        }
+
+    def _checked(self, inputs):
+        """Source and target ids of `inputs`, whose structure, ranks and (where known) lengths are right."""
+        if not isinstance(inputs, dict) or set(inputs) != {"source", "target"}:
+            received = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
+            raise ValueError(f'Inputs must be a dict of "source" and "target". Received: {received}')
+        for name in ("source", "target"):
+            ids = inputs[name]
+            dtype = keras.backend.standardize_dtype(ids.dtype)
+            if len(ids.shape) != 2 or "int" not in dtype:
+                raise ValueError(
+                    f"`{name}` must be integer ids of shape (batch, length). "
+                    f"Received: {name}.shape={tuple(ids.shape)}, {name}.dtype={dtype}"
+                )
+            if self.max_length is not None and ids.shape[1] is not None:
+                check_length(ids.shape[1], self.max_length, f"{name} length")
+        return inputs["source"], inputs["target"]
+
+
+@contextlib.contextmanager
+def _seeded(seed):
+    """Makes initializers and dropouts that have no seed of their own follow from `seed`, and nothing else."""
+    if seed is None:
+        yield
+        return
+    # Where Keras takes a seed from, when none is given: what `keras.utils.set_random_seed` sets.
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def _to_numpy(ids):
+    return ids if isinstance(ids, list | tuple | np.ndarray) else ops.convert_to_numpy(ids)
