@@ -15,9 +15,7 @@ from keras_transformer.ops.masks import as_causal
 class _MultiHeadAttention(keras.layers.Layer):
     """What both attentions share: the four projections and their arguments."""
 
-    def __init__(
-        self, num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs
-    ):
+    def __init__(self, num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs):
         super().__init__(**kwargs)
         for name, number in (("num_heads", num_heads), ("head_dim", head_dim)):
             if number is not None and (not isinstance(number, int) or number < 1):
@@ -120,9 +118,7 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         seed: int | None = None,
         **kwargs,
     ):
-        super().__init__(
-            num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs
-        )
+        super().__init__(num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs)
         self.causal = causal
 
     def build(self, input_shape):
@@ -161,9 +157,7 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         Raises:
             ValueError: on masks of wrong rank or dtype, or shapes that do not fit.
         """
-        query, key, value = (
-            self._heads(dense(x)) for dense in (self.query_dense, self.key_dense, self.value_dense)
-        )
+        query, key, value = (self._heads(dense(x)) for dense in (self.query_dense, self.key_dense, self.value_dense))
         implicit = (mask, x_mask) if cache is None else ()
         padding_mask = padding_mask_of(padding_mask, *implicit)
         attention_mask, square = as_causal(attention_mask)
@@ -228,9 +222,7 @@ class CrossAttention(_MultiHeadAttention):
         seed: int | None = None,
         **kwargs,
     ):
-        super().__init__(
-            num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs
-        )
+        super().__init__(num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs)
 
     def build(self, x_shape, memory_shape):
         self._build(x_shape, memory_shape)

@@ -63,9 +63,7 @@ class _Configured(keras.layers.Layer):
         return tuple(x_shape)
 
     def _norm(self, name, shape):
-        norm = keras.layers.LayerNormalization(
-            epsilon=self.layer_norm_epsilon, dtype=self.dtype_policy, name=name
-        )
+        norm = keras.layers.LayerNormalization(epsilon=self.layer_norm_epsilon, dtype=self.dtype_policy, name=name)
         norm.build(shape)
         return norm
 
@@ -184,9 +182,7 @@ class TransformerEncoderBlock(_Block):
         def feed_forward(x):
             return (self.feed_forward(x, training=training),)
 
-        x, weights = self._residual(
-            x, attend, self.self_attention_norm, self.self_attention_dropout, training
-        )
+        x, weights = self._residual(x, attend, self.self_attention_norm, self.self_attention_dropout, training)
         x, _ = self._residual(x, feed_forward, self.feed_forward_norm, self.feed_forward_dropout, training)
         return results(x, *(weights or (None,)), None)
 

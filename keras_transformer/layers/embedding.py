@@ -51,8 +51,7 @@ class TokenEmbedding(keras.layers.Layer):
     def build(self, input_shape=None):
         self.embeddings = self.add_weight(
             shape=(self.vocabulary_size, self.d_model),
-            initializer=self.embeddings_initializer
-            or keras.initializers.RandomNormal(stddev=self.d_model**-0.5),
+            initializer=self.embeddings_initializer or keras.initializers.RandomNormal(stddev=self.d_model**-0.5),
             name="embeddings",
         )
 
@@ -69,9 +68,7 @@ class TokenEmbedding(keras.layers.Layer):
         if reverse:
             return ops.matmul(x, ops.transpose(self.embeddings))
         if "int" not in keras.backend.standardize_dtype(x.dtype):
-            raise ValueError(
-                f"Token ids must be integers. Received: dtype {x.dtype} of shape {tuple(x.shape)}"
-            )
+            raise ValueError(f"Token ids must be integers. Received: dtype {x.dtype} of shape {tuple(x.shape)}")
         vectors = ops.take(self.embeddings, x, axis=0)
         return ops.multiply(vectors, self.d_model**0.5) if self.scale else vectors
 

@@ -140,8 +140,7 @@ class Attention(keras.Operation):
         shapes = ", ".join(f"{n}.shape={tuple(x.shape)}" for n, x in _named(query, key, value))
         if any(len(x.shape) != 4 for x in (query, key, value)):
             raise ValueError(
-                "`query`, `key` and `value` must have the shapes (batch, length, heads, width). "
-                f"Received: {shapes}"
+                f"`query`, `key` and `value` must have the shapes (batch, length, heads, width). Received: {shapes}"
             )
         batch = _one_of(query.shape[0], key.shape[0], value.shape[0])
         length, slots = query.shape[1], _one_of(key.shape[1], value.shape[1])
