@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from keras_transformer import _links
+
 __version__ = "0.1.0"
 
 _SUBMODULES = (
@@ -20,6 +22,9 @@ _SUBMODULES = (
     "schedules",
     "text",
 )
+
+
+_links.explain_missing_link(__path__[0])
 
 
 def __getattr__(name: str):

@@ -2,7 +2,7 @@
 
 import os
 
-# Before any backend is imported: tiny tensors run fastest on one thread, and results then do not depend on the core count.
+# Before any backend is imported: tiny tensors run fastest on one thread, and results do not depend on the cores.
 BACKEND = os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
     os.environ.setdefault(name, "1")
