@@ -6,7 +6,13 @@ import gzip
 import os
 from collections.abc import Iterable, Sequence
 
-import tokenizers
+try:
+    import tokenizers
+except ImportError as error:
+    raise ImportError(
+        "keras_transformer.text needs the package `tokenizers`: pip install keras-transformer-onnx[text]",
+        name="tokenizers",
+    ) from error
 
 PAD_ID, START_ID, END_ID = 0, 1, 2
 _SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
