@@ -140,12 +140,8 @@ class Decoding:
         self._outputs = ["logits"] + [f"present.{i}.{part}" for i in range(self._layers) for part in _PARTS]
 
     def _empty_cache(self, batch, config):
-        shape = (batch, config["num_heads"], 0, config["head_dim"])
-        return {
-            f"past_key_values.{i}.{part}": _ort_value(np.zeros(shape, np.float32))
-            for i in range(self._layers)
-            for part in _PARTS
-        }
+        empty = np.zeros((batch, config["num_heads"], 0, config["head_dim"]), _cache_dtype(self._session))
+        return {f"past_key_values.{i}.{part}": _ort_value(empty) for i in range(self._layers) for part in _PARTS}
 
     def step(self, tokens: np.ndarray, position: int) -> np.ndarray:
         """Logits (B, V) after `tokens` (B, 1) at `position`."""
@@ -172,6 +168,11 @@ class Decoding:
 
 
 _PARTS = ("key", "value")
+
+
+def _cache_dtype(session):
+    types = {node.name: node.type for node in session.get_inputs()}
+    return {"tensor(float16)": np.float16}.get(types.get("past_key_values.0.key"), np.float32)
 
 
 def encode(session, source_ids: np.ndarray) -> dict:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import itertools
 import json
 import math
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from keras_transformer import _validation
+from keras_transformer.export import runtime
 from keras_transformer.export.errors import VerificationError
 from keras_transformer.export.report import Comparison, Report
 
@@ -79,7 +79,12 @@ def verify_onnx(
     path = pathlib.Path(path)
     report = Report(str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
     check = Check(report, session_options, progress)
-    verify_graph(model, path, check, samples)
+    if path.is_dir() and runtime.read_config(path)["kind"] == "encoder-decoder":
+        from keras_transformer.export.verify_transformer import verify_transformer
+
+        verify_transformer(model, path, check, samples)
+    else:
+        verify_graph(model, path / "model.onnx" if path.is_dir() else path, check, samples)
     if json_path is not None:
         report.to_json(json_path)
     if verbose:
@@ -92,27 +97,18 @@ def verify_onnx(
 def verify_graph(model, path, check, samples=None):
     """Compares a single graph with the callable it was exported from, into `check.report`."""
     session = check.session(path)
-    specs, axes = interface(session)
-    run_keras = keras_function(model)
     names = [output.name for output in session.get_outputs()]
-    if samples is None:
-        source = MadeSamples(specs)
-    elif callable(samples):
-        source = CalledSamples(specs, samples)
-    else:
-        source = GivenSamples(specs, samples)
-        axes = source.limit(axes)
-    sizes_to_run, skipped = grid(axes, heads(path))
-    check.report.skipped += skipped
-    runs = [(number, sizes, case) for number, sizes in enumerate(sizes_to_run) for case in source.cases]
-    for number, sizes, case in check.track(runs, path.name):
-        inputs = source.make(sizes, case, number)
+    specs, axes, fixed = interface(session)
+    for name in fixed:
+        check.fail(names[0], {}, "signature", f"axis {name!r}, free in Keras, has a fixed size")
+    run_keras = keras_function(model, [spec.name for spec in specs])
+    for sizes, case, inputs in check.runs(path, specs, axes, samples, heads(path)):
         try:
             expected = run_keras(inputs)
         except Exception as error:  # whatever a model raises at a size that it cannot take
             check.report.skipped.append(f"{_words(sizes)}: Keras itself cannot run: {_first_line(error)}")
             continue
-        check.run(session, names, inputs, expected, sizes, case, padding(inputs) if check.any_padding else None)
+        check.run(session, names, inputs, expected, sizes, case)
 
 
 class Check:
@@ -128,41 +124,45 @@ class Check:
 
     def session(self, path: pathlib.Path):
         """An ONNX Runtime session for the file at `path`, on the CPU, at the production optimisation level."""
-        from keras_transformer.export import runtime
-
         return runtime.open_session(path, self.session_options, ["CPUExecutionProvider"])
 
-    def track(self, runs: list, what: str) -> Iterator:
-        """Yields `runs`, behind a progress bar where that is wanted."""
+    def runs(self, path, specs, axes, samples, num_heads) -> Iterator[tuple[dict, str, dict]]:
+        """Sizes, case and inputs of every run, behind a progress bar where that is wanted."""
         import rich.console
         import rich.progress
 
+        source, axes = sample_source(specs, axes, samples)
+        sizes_to_run, skipped = grid(axes, num_heads)
+        self.report.skipped += skipped
+        runs = [(number, sizes, case) for number, sizes in enumerate(sizes_to_run) for case in source.cases]
         console = rich.console.Console(stderr=True)
         show = console.is_terminal if self.progress is None else self.progress
-        yield from rich.progress.track(
-            runs, f"Verifying {what}", console=console, transient=True, disable=not show or not runs
-        )
+        for number, sizes, case in rich.progress.track(
+            runs, f"Verifying {path.name}", console=console, transient=True, disable=not show
+        ):
+            yield sizes, case, source.make(sizes, case, number)
 
-    def run(self, session, names, inputs, expected, sizes, case, padded=None) -> list[np.ndarray] | None:
+    def run(self, session, names, inputs, expected, sizes, case) -> None:
         """Runs the session on `inputs` and compares its outputs `names` with `expected`."""
         try:
             actual = session.run(names, inputs)
         except Exception as error:  # onnxruntime raises many types, none of them documented
-            problem = f"ONNX Runtime cannot run: {_first_line(error)}"
-            self.report.comparisons.append(_failed(names[0], sizes, case, problem))
-            return None
+            self.fail(names[0], sizes, case, f"ONNX Runtime cannot run: {_first_line(error)}")
+            return
         if len(expected) != len(actual):
-            problem = f"Keras gives {len(expected)} outputs, the file {len(actual)}"
-            self.report.comparisons.append(_failed(names[0], sizes, case, problem))
-            return None
+            self.fail(names[0], sizes, case, f"Keras gives {len(expected)} outputs, the file {len(actual)}")
+            return
+        padded = padding(inputs) if self.any_padding else None
         for name, want, got in zip(names, expected, actual, strict=True):
-            self.compare(name, want, got, sizes, case, padded)
-        return actual
+            self.compare(name, want, got, sizes, case, padded and kept_positions(want.shape, padded))
 
-    def compare(self, name, expected, actual, sizes, case, padded=None) -> None:
-        """Adds one comparison to the report."""
-        keep = None if padded is None else kept_positions(expected.shape, padded)
+    def compare(self, name, expected, actual, sizes, case, keep=None) -> None:
+        """Adds a comparison to the report; see `compare`."""
         self.report.comparisons.append(compare(name, expected, actual, self.report.tolerance, sizes, case, keep))
+
+    def fail(self, name, sizes, case, problem) -> None:
+        """Adds a comparison that could not even be made."""
+        self.report.comparisons.append(_failed(name, sizes, case, problem))
 
 
 def compare(
@@ -185,24 +185,25 @@ def compare(
         keep = np.ones(expected.shape, bool)
     else:
         keep = np.broadcast_to(keep.reshape(keep.shape + (1,) * (expected.ndim - keep.ndim)), expected.shape)
-    want, got = expected.astype(np.float64), actual.astype(np.float64)
-    special = ~np.isfinite(want) | ~np.isfinite(got)
+    exact = not np.issubdtype(expected.dtype, np.inexact)
+    want, got = (x.astype(np.float64) if exact or x.dtype == np.float16 else x for x in (expected, actual))
+    special = ~(np.isfinite(want) & np.isfinite(got))
     wrong = special & keep & (want != got) & ~(np.isnan(want) & np.isnan(got))
     if wrong.any():
         place = tuple(map(int, np.argwhere(wrong)[0]))
         problem = f"ONNX Runtime gives {got[place]}, Keras {want[place]} at {list(place)}"
         return _failed(name, sizes, case, problem, place, float(want[place]), float(got[place]))
     use = keep & ~special
-    error = np.where(use, np.abs(np.where(use, want, 0) - np.where(use, got, 0)), 0.0)
+    # The difference of two numbers near to each other is exact in their own precision.
+    error = np.abs(np.subtract(want, got, where=use, out=np.zeros_like(want)))
     place = tuple(map(int, np.unravel_index(np.argmax(error), error.shape)))
-    largest = float(np.abs(np.where(use, want, 0)).max())
-    exact = not np.issubdtype(expected.dtype, np.inexact)
+    largest = float(np.max(np.abs(want), where=use, initial=0.0))
     return Comparison(
         name,
         sizes,
         case,
         max_error=float(error[place]),
-        mean_error=float(error.sum() / max(int(use.sum()), 1)),
+        mean_error=float(error.sum(dtype=np.float64) / max(int(use.sum()), 1)),
         allowed=0.0 if exact else tolerance[0] + tolerance[1] * largest,
         place=place,
         expected=float(want[place]),
@@ -228,9 +229,6 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
     }
-
-
-# The file's interface
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +257,8 @@ class FreeAxis:
     maximum: int | None = None
 
 
-def interface(session) -> tuple[list[InputSpec], list[FreeAxis]]:
-    """The inputs and free axes of a graph, from its signature and from what its metadata says of them."""
+def interface(session) -> tuple[list[InputSpec], list[FreeAxis], list[str]]:
+    """The inputs and free axes of a graph, and the axes that its metadata calls free although they are not."""
     metadata = session.get_modelmeta().custom_metadata_map
     said = {entry["name"]: entry for entry in json.loads(metadata.get("keras_transformer.inputs", "[]"))}
     ranges = json.loads(metadata.get("keras_transformer.axes", "{}"))
@@ -280,12 +278,12 @@ def interface(session) -> tuple[list[InputSpec], list[FreeAxis]]:
         FreeAxis(
             name,
             batch=name in leading,
-            minimum=ranges.get(name, {}).get("minimum") or 1,
+            minimum=ranges.get(name, {}).get("minimum", 1),
             maximum=ranges.get(name, {}).get("maximum"),
         )
         for name in names
     ]
-    return specs, axes
+    return specs, axes, sorted(set(ranges) - set(names))
 
 
 _NUMPY_DTYPES = {
@@ -345,10 +343,6 @@ def heads(path: pathlib.Path) -> int:
     return max(found, default=16)
 
 
-# Sizes
-# ---------
-
-
 def lengths(minimum: int = 1, maximum: int | None = None) -> list[int]:
     """Lengths to try within a range: the shortest, a prime, an even one, a multiple of 8, the longest."""
     longest = maximum if maximum is not None else max(minimum + UNLIMITED_LONGEST - 1, UNLIMITED_LONGEST)
@@ -401,8 +395,14 @@ def _within(size, axis):
     return max(axis.minimum, size if axis.maximum is None else min(size, axis.maximum))
 
 
-# Inputs
-# ---------
+def sample_source(specs: list[InputSpec], axes: list[FreeAxis], samples) -> tuple[Any, list[FreeAxis]]:
+    """What makes the inputs, and the axes within the sizes that it can make."""
+    if samples is None:
+        return MadeSamples(specs), axes
+    if callable(samples):
+        return CalledSamples(specs, samples), axes
+    source = GivenSamples(specs, samples)
+    return source, source.limit(axes)
 
 
 class MadeSamples:
@@ -559,40 +559,37 @@ def kept_positions(shape: tuple[int, ...], padded: list[np.ndarray]) -> np.ndarr
     return keep
 
 
-# Keras
-# ---------
-
-
-def keras_function(model: Callable) -> Callable[[dict[str, np.ndarray]], list[np.ndarray]]:
+def keras_function(model: Callable, names: list[str]) -> Callable[[dict[str, np.ndarray]], list[np.ndarray]]:
     """`model` in inference as a function from NumPy inputs by name to its flattened NumPy outputs."""
+    import keras
+
+    from keras_transformer.export.signature import call_by_name
+
+    return numpy_function(
+        call_by_name(model, names), names, model.variables if isinstance(model, keras.Layer) else None
+    )
+
+
+def numpy_function(function: Callable, names: list[str], variables: list | None) -> Callable:
+    """A function of tensors as one from NumPy inputs by name to flattened NumPy outputs.
+
+    With `variables`, all that it reads, it runs in the way that is fastest on the backend.
+    """
     import keras
 
     from keras_transformer.export.backends import inference
 
-    is_layer = isinstance(model, keras.Layer)
-    parameters = inspect.signature(model.call if is_layer else model).parameters
-    extra = {"training": False} if is_layer and "training" in parameters else {}
+    run = function if variables is None else inference(function, variables)
 
-    def call(inputs):
-        if isinstance(model, keras.Sequential) or len(inputs) == 1 and not _wants_dict(model):
-            (value,) = inputs.values()
-            return model(value, **extra)
-        if set(inputs) <= set(parameters):
-            return model(**inputs, **extra)
-        return model(inputs, **extra)
-
-    run = inference(call, model.variables) if is_layer else call
-
-    def function(arrays):
-        tensors = {name: keras.ops.convert_to_tensor(_narrow(array)) for name, array in arrays.items()}
+    def call(arrays):
+        tensors = [keras.ops.convert_to_tensor(_narrow(arrays[name])) for name in names]
         with warnings.catch_warnings():
             # A length of 1 is our choice, so what Keras has to say about it is not for the user.
             warnings.simplefilter("ignore")
-            outputs = run(tensors)
-        flat = [output for output in keras.tree.flatten(outputs) if output is not None]
-        return [to_numpy(output) for output in flat]
+            outputs = run(*tensors)
+        return [to_numpy(output) for output in keras.tree.flatten(outputs) if output is not None]
 
-    return function
+    return call
 
 
 def to_numpy(tensor) -> np.ndarray:
@@ -601,10 +598,6 @@ def to_numpy(tensor) -> np.ndarray:
 
     array = keras.ops.convert_to_numpy(tensor)
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-
-
-def _wants_dict(model):
-    return isinstance(getattr(model, "_inputs_struct", None), dict)
 
 
 def _narrow(array):
