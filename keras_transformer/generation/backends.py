@@ -1,13 +1,15 @@
-"""How each backend runs generation: the compiled loop on TensorFlow and JAX, the Python loop on torch."""
+"""How each backend runs generation: the compiled loop on TensorFlow and JAX, a traced step in the Python loop on torch."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
+from keras import ops, tree
 
 from keras_transformer.generation.loop import loop_tokens
 from keras_transformer.generation.rules import Rules, trim
@@ -17,16 +19,16 @@ _CHECK_EVERY = 8
 
 
 class Generator:
-    """Generates with one model, and keeps the programs compiled for it.
+    """Generates with one model, and keeps the programs made for it.
 
-    The model gives `start_generation(source_ids, length) -> state` and `generation_step(tokens, position, state) ->
-    (logits, state)`. Weights are arguments of a program (JAX, torch) or read by it (TensorFlow), never part of it, so
-    training between two calls is seen.
+    The model gives `start_generation(source_ids, length) -> state` and
+    `generation_step(tokens, position, state) -> (logits, state)`. Weights are a program's arguments (JAX, torch), or
+    variables that it reads (TensorFlow), never a part of it: what is trained between two calls is seen.
     """
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Any, Callable] = {}
 
     def generate(
         self, source_ids: np.ndarray, start: np.ndarray, max_length: int, rules: Rules, compile: bool | None
@@ -34,45 +36,52 @@ class Generator:
         """The tokens (B, L) after `start` (B,), for valid `source_ids` (B, S); see `Transformer.generate`."""
         backend = keras.config.backend()
         if hasattr(self._model, "jax_state_sync"):
-            # Inside fit, JAX's newest weights are the trainer's until asked for.
+            # Inside fit the newest weights are in JAX's training loop until they are asked for.
             self._model.jax_state_sync()
-        if compile is None:
-            compile = backend in ("tensorflow", "jax")
         # Few programs serve all lengths: a longer source is padded, and unused slots of a buffer are masked.
-        source_ids = np.pad(source_ids, ((0, 0), (0, -source_ids.shape[1] % 8)))
+        padding = ((0, 0), (0, -source_ids.shape[1] % 8))
+        source_ids = ops.convert_to_tensor(np.pad(source_ids, padding, constant_values=rules.pad_id))
         slots = max_length + -max_length % 8
-        source_ids, start = ops.convert_to_tensor(source_ids), ops.convert_to_tensor(start)
-        if compile and backend in ("tensorflow", "jax"):
-            program = self._program(
-                ("loop", tuple(source_ids.shape), slots, rules),
-                lambda: _COMPILE[backend](functools.partial(self._loop, slots, rules), self._model.variables),
-            )
-            ids = program(source_ids, start, ops.convert_to_tensor(max_length, "int32"))
-        else:
-            with _no_gradients(backend):
+        start = ops.convert_to_tensor(start)
+        if backend == "torch":
+            import torch
+
+            with torch.no_grad():
                 ids = self._stream(source_ids, start, max_length, slots, rules, compile)
+        elif compile is False:
+            ids = self._stream(source_ids, start, max_length, slots, rules, compile)
+        else:
+            ids = self._loop(source_ids, start, max_length, slots, rules)
         return trim(ops.convert_to_numpy(ids)[:, :max_length], rules.end_id)
 
-    def _program(self, key, make):
-        if key not in self._programs:
-            self._programs[key] = make()
-        return self._programs[key]
+    def _loop(self, source_ids, start, max_length, slots, rules):
+        def run(source_ids, start, max_length):
+            state = self._model.start_generation(source_ids, slots)
+            return loop_tokens(self._model.generation_step, state, start, max_length, slots, rules)
 
-    def _loop(self, slots, rules, source_ids, start, max_length):
-        state = self._model.start_generation(source_ids, slots)
-        return loop_tokens(self._model.generation_step, state, start, max_length, slots, rules)
+        compile = {"tensorflow": _compile_tensorflow, "jax": _compile_jax}[keras.config.backend()]
+        key = ("loop", tuple(source_ids.shape), slots, rules)
+        program = self._program(key, lambda: compile(run, self._model.variables))
+        return program(source_ids, start, ops.convert_to_tensor(max_length, "int32"))
 
     def _stream(self, source_ids, start, max_length, slots, rules, compile):
         state = self._model.start_generation(source_ids, slots)
         step = self._model.generation_step
+        if keras.config.backend() == "torch" and compile is not False:
+            key = ("step", tuple(source_ids.shape), slots, bool(compile))
+            step = self._program(key, lambda: _TorchStep(step, self._model.variables, bool(compile)))
 
         def logits(tokens, position):
             nonlocal state
             values, state = step(tokens, position, state)
             return values
 
-        tokens = stream_tokens(logits, start, max_length, rules, ops, _CHECK_EVERY)
-        return ops.stack(list(tokens), axis=1)
+        return ops.stack(list(stream_tokens(logits, start, max_length, rules, ops, _CHECK_EVERY)), axis=1)
+
+    def _program(self, key, make):
+        if key not in self._programs:
+            self._programs[key] = make()
+        return self._programs[key]
 
 
 def _compile_tensorflow(run, variables):
@@ -86,20 +95,64 @@ def _compile_jax(run, variables):
 
     @jax.jit
     def program(values, *args):
-        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+        with _weights(variables, values):
             return run(*args)
 
     return lambda *args: program([variable.value for variable in variables], *args)
 
 
-_COMPILE = {"tensorflow": _compile_tensorflow, "jax": _compile_jax}
+class _TorchStep:
+    """A step recorded once as a flat graph of torch's own operations, for one set of shapes.
+
+    Keras' layers cost Python time at every step, several times that of the arithmetic at these sizes; the graph has
+    none of them. That also makes it what `torch.compile` takes: on `Layer` objects it gives up at its recompile limit.
+    """
+
+    _compiler_works = True
+
+    def __init__(self, step, variables, compile):
+        self._step = step
+        self._variables = variables
+        self._compile = compile
+        self._graph = None
+
+    def __call__(self, tokens, position, state):
+        # A tensor, because a number would become a part of the graph.
+        position = ops.convert_to_tensor(position, "int32")
+        args = ([variable.value for variable in self._variables], tokens, position, *tree.flatten(state))
+        if self._graph is None:
+            logits, *state_values = self._first_call(args, state)
+        else:
+            logits, *state_values = self._graph(*args)
+        return logits, tree.pack_sequence_as(state, state_values)
+
+    def _first_call(self, args, state):
+        import torch
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        def run(values, tokens, position, *state_values):
+            with _weights(self._variables, values):
+                logits, new_state = self._step(tokens, position, tree.pack_sequence_as(state, state_values))
+            return (logits, *tree.flatten(new_state))
+
+        self._graph = make_fx(run)(*args)
+        if self._compile and _TorchStep._compiler_works:
+            compiled = torch.compile(self._graph, dynamic=False)
+            try:
+                result = compiled(*args)
+            except Exception as error:
+                _TorchStep._compiler_works = False
+                warnings.warn(
+                    "torch.compile failed, so that generation runs uncompiled, which is slower and otherwise the "
+                    f"same. It needs a C++ compiler. Received: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
+            else:
+                self._graph = compiled
+                return result
+        return self._graph(*args)
 
 
-def _no_gradients(backend):
-    import contextlib
-
-    if backend != "torch":
-        return contextlib.nullcontext()
-    import torch
-
-    return torch.no_grad()
+def _weights(variables, values) -> contextlib.AbstractContextManager:
+    """A scope in which `variables` have `values`."""
+    return keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True)))

@@ -33,9 +33,9 @@ from keras_transformer.ops import positions as token_positions
 class Transformer(keras.Model):
     """Encoder-decoder Transformer (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
 
-    Called with `{"source": ids (B, S), "target": ids (B, T)}` it gives logits (B, T, V): those at position t are for the
-    token after `target[:, t]`, of which they see the tokens up to t and the whole source. The defaults are the paper's
-    base model; `Transformer(37000, 37000, share_embeddings=True)` has its 63,082,496 parameters.
+    Called with `{"source": ids (B, S), "target": ids (B, T)}` it gives logits (B, T, V): those at position t are for
+    the token after `target[:, t]`, and depend on the target up to t and on the whole source. The defaults are the
+    paper's base model: `Transformer(37000, 37000, share_embeddings=True)` has its 63,082,496 parameters.
 
     Padding is id 0, always: that is the one id which Keras' implicit masks can mean. Source padding is attended to by
     nobody. Target padding stands at the end of a row, where the causal mask hides it from every real position, so no
@@ -285,9 +285,9 @@ class Transformer(keras.Model):
             source_ids: integers (B, S), padded with 0; or rows of unequal length.
             max_length: the largest number of tokens a row gets; the source's length + 50, within the model's
                 `max_length`, if None.
-            compile: True: one compiled program for the whole loop on TensorFlow and JAX, a compiled step on torch.
-                False: step by step. None: True on TensorFlow and JAX; False on torch, where compiling takes a C++
-                compiler and the better part of a minute.
+            compile: None: what suits most; on TensorFlow and JAX one compiled program (XLA) for the whole loop, on
+                torch a step recorded as a flat graph. True: on torch, compile that graph with `torch.compile`, which
+                takes a C++ compiler and some time at first. False: step by step through the layers.
 
         Returns:
             int32 (B, L), L at most `max_length`: the generated tokens, without `start_id`, with `end_id`, and padded
