@@ -1,0 +1,207 @@
+"""What every layer must pass, and the little that depends on the backend: gradients and compilation."""
+
+import inspect
+
+import keras
+import numpy as np
+from keras import ops
+
+# float32 sums of a few dozen terms of size 1 against float64: a few units in the last place of the largest one.
+TOLERANCE = 2e-5
+POLICIES = ("float32", "float16", "bfloat16", "mixed_float16", "mixed_bfloat16")
+
+
+def numpy(x):
+    """Tensors in any structure as NumPy arrays; half precision widened to float32."""
+
+    def convert(tensor):
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        return ops.convert_to_numpy(ops.cast(tensor, "float32") if "float16" in dtype else tensor)
+
+    return keras.tree.map_structure(convert, x)
+
+
+def randomize(layer, seed=0, scale=0.3):
+    """Gives every weight random values, so that a bias or a norm's gain that is left out shows."""
+    rng = np.random.default_rng(seed)
+    for weight in layer.weights:
+        weight.assign(rng.normal(1.0 if weight.name == "gamma" else 0.0, scale, weight.shape))
+    return layer
+
+
+def weights_of(layer):
+    """The layer's weights in float64 by their names within it, such as "self_attention/query/kernel"."""
+    names = {}
+
+    def collect(owner, prefix):
+        for variable in owner._trainable_variables:
+            names[prefix + variable.name] = numpy(variable.value).astype("float64")
+        for child in owner._layers:
+            collect(child, f"{prefix}{child.name}/")
+
+    collect(layer, "")
+    return names
+
+
+def gradients(layer, loss, *args, **kwargs):
+    """The gradients of `loss(layer(*args, **kwargs))` with respect to the layer's trainable weights, as arrays."""
+    backend = keras.config.backend()
+    args, kwargs = keras.tree.map_structure(_tensor, (args, kwargs))
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = loss(layer(*args, **kwargs))
+        result = tape.gradient(value, [v.value for v in layer.trainable_variables])
+    elif backend == "jax":
+        import jax
+
+        def function(trainable):
+            outputs, _ = layer.stateless_call(
+                trainable, [v.value for v in layer.non_trainable_variables], *args, **kwargs
+            )
+            return loss(outputs)
+
+        result = jax.grad(function)([v.value for v in layer.trainable_variables])
+    else:
+        for variable in layer.trainable_variables:
+            variable.value.grad = None
+        loss(layer(*args, **kwargs)).backward()
+        result = [v.value.grad for v in layer.trainable_variables]
+    return [numpy(ops.convert_to_tensor(gradient)) for gradient in result]
+
+
+def compiled(function):
+    """The function compiled by XLA; itself on torch, whose compiler is no concern of layers."""
+    if keras.config.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(function, jit_compile=True)
+    if keras.config.backend() == "jax":
+        import jax
+
+        return jax.jit(function)
+    return function
+
+
+def check_layer(cls, config, inputs, *, call=None, trainable=True):
+    """Runs the shared checks.
+
+    Args:
+        cls: the layer's class.
+        config: constructor arguments: every one, each with a value that is not its default, but for dropout.
+        inputs: the arrays that it is called with, by argument name.
+        call: other arguments of the call.
+        trainable: whether the layer has weights and gradients.
+    """
+    call = call or {}
+    _check_config(cls, config)
+    layer = _check_build(cls, config, inputs, call)
+    expected = numpy(layer(**inputs, **call))
+    _check_symbolic(layer, inputs, call, expected)
+    _check_compiled(layer, inputs, call, expected)
+    _check_saved(layer, inputs, call, expected)
+    for policy in POLICIES:
+        _check_policy(cls, config, policy, inputs, call, trainable)
+
+
+def _check_config(cls, config):
+    parameters = dict(inspect.signature(cls.__init__).parameters)
+    for extra in ("self", "kwargs"):
+        parameters.pop(extra)
+    assert set(parameters) == set(config), "the test gives every constructor argument"
+    for name, parameter in parameters.items():
+        assert config[name] != parameter.default or name == "dropout", f"{name} has its default value"
+    first = cls(**config, name="named", dtype="mixed_bfloat16").get_config()
+    assert set(parameters) | {"name", "dtype", "trainable"} <= set(first)
+    assert cls.from_config(first).get_config() == first
+    simple = {name: value for name, value in config.items() if isinstance(value, (int, float, str, bool))}
+    for name, value in simple.items():
+        kept = first[name]
+        assert kept == value or "Initializer" in str(kept) or "class_name" in str(kept), name
+
+
+def _check_build(cls, config, inputs, call):
+    """`build` alone makes every weight that a call makes."""
+    shapes = {f"{name}_shape": (None, *array.shape[1:]) for name, array in inputs.items()}
+    names = list(inspect.signature(cls.build).parameters)[1:]
+    arguments = [shapes.get(f"{name}_shape", shapes.get(name)) for name in names]
+    if len(names) == 1:
+        arguments = [next(iter(shapes.values()))]
+    layer, called = cls(**config), cls(**config)
+    layer.build(*arguments)
+    built = [(w.name, tuple(w.shape)) for w in layer.weights]
+    called(**inputs, **call)
+    assert [(w.name, tuple(w.shape)) for w in called.weights] == built
+    layer(**inputs, **call)
+    assert [(w.name, tuple(w.shape)) for w in layer.weights] == built
+    return randomize(layer)
+
+
+def _check_symbolic(layer, inputs, call, expected):
+    """The spec of the output equals the output, with known shapes and with free ones."""
+    for free in (0, 1, 2):
+        specs = {
+            name: keras.KerasTensor((None,) * free + array.shape[free:], array.dtype) for name, array in inputs.items()
+        }
+        outputs = layer(**specs, **call)
+        keras.tree.assert_same_structure(outputs, expected)
+        for spec, array in zip(keras.tree.flatten(outputs), keras.tree.flatten(expected), strict=True):
+            assert spec.dtype == array.dtype
+            assert len(spec.shape) == array.ndim
+            assert all(size in (None, actual) for size, actual in zip(spec.shape, array.shape, strict=True))
+            assert free or spec.shape == array.shape
+
+
+def _check_compiled(layer, inputs, call, expected):
+    tensors = [_tensor(array) for array in inputs.values()]
+    function = compiled(lambda *args: layer(**dict(zip(inputs, args, strict=True)), **call))
+    close(numpy(function(*tensors)), expected)
+
+
+def _check_saved(layer, inputs, call, expected, path=None):
+    import os
+    import tempfile
+
+    symbolic = {
+        name: keras.Input(array.shape[1:], batch_size=array.shape[0], dtype=str(array.dtype), name=name)
+        for name, array in inputs.items()
+    }
+    model = keras.Model(symbolic, layer(**symbolic, **call))
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "model.keras")
+        model.save(path)
+        loaded = keras.saving.load_model(path)
+    close(numpy(loaded({name: _tensor(array) for name, array in inputs.items()})), expected, 1e-6)
+    assert [w.path.split("/")[1:] for w in loaded.weights] == [w.path.split("/")[1:] for w in model.weights]
+
+
+def _check_policy(cls, config, policy, inputs, call, trainable):
+    """Outputs have the compute dtype, outputs and gradients are finite, variables have the variable dtype."""
+    layer = cls(**config, dtype=policy)
+    outputs = layer(**inputs, **call)
+    for tensor in keras.tree.flatten(outputs):
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        assert dtype in (layer.compute_dtype, "bool")
+        assert np.isfinite(numpy(tensor)).all()
+    if not trainable:
+        return
+    assert {keras.backend.standardize_dtype(w.dtype) for w in layer.weights} == {layer.variable_dtype}
+
+    def loss(outputs):
+        first = keras.tree.flatten(outputs)[0]
+        return ops.mean(ops.square(ops.cast(first, "float32")))
+
+    for gradient in gradients(layer, loss, **inputs, **call):
+        assert np.isfinite(gradient).all()
+
+
+def close(actual, expected, tolerance=TOLERANCE):
+    """Structures of arrays agree to an absolute tolerance."""
+    keras.tree.assert_same_structure(actual, expected)
+    for one, other in zip(keras.tree.flatten(actual), keras.tree.flatten(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
+
+
+def _tensor(x):
+    return ops.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
