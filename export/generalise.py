@@ -94,12 +94,7 @@ class _Generaliser:
             node = self._node(calls)
             nodes += [*self.extra, node]
         if len(lengths) > 1:
-            counts = {len(r.calls): r.sizes for r in self.recordings}
-            raise TraceError(
-                "The model does a different number of operations at different sizes: "
-                f"{counts} (operations: sizes). A loop or a condition in a layer depends on a size; narrow the range with `min_length` and "
-                "`max_length`, or write it with keras.ops."
-            )
+            raise self._different_lengths()
         self.extra = []
         outputs = [
             self._merge(list(items), "an output of the model")
@@ -115,9 +110,19 @@ class _Generaliser:
             )
         return Graph(tuple(self.axes), inputs, outputs, names, nodes, list(self.weights.values()))
 
+    def _different_lengths(self) -> TraceError:
+        shortest, longest = (f(self.recordings, key=lambda r: len(r.calls)) for f in (min, max))
+        extra = longest.calls[len(shortest.calls)]
+        return TraceError(
+            f"The model does a different number of operations at different sizes: {len(shortest.calls)} at "
+            f"{shortest.sizes}, {len(longest.calls)} at {longest.sizes}, such as {_kind(extra)} in layer "
+            f"'{extra.path}' ({extra.source}). A loop or a condition in a layer depends on a size; narrow the range "
+            "with `min_length` and `max_length`, or write it with keras.ops."
+        )
+
     def _check_comparisons(self) -> None:
         noted: set[Comparison] = set().union(*(recording.comparisons for recording in self.recordings))
-        for comparison in sorted(noted, key=lambda c: (c.source, str(c))):
+        for comparison in sorted(noted, key=lambda c: (c.source, str(c), c.outcome)):
             sizes = counterexample(comparison)
             if sizes is not None:
                 raise TraceError(
@@ -145,9 +150,9 @@ class _Generaliser:
         kwargs = self._merge([call.kwargs for call in calls], where)
         outputs = []
         for symbols in zip(*(call.outputs for call in calls), strict=True):
-            shape = tuple(
-                self._integer(list(dims), where) for dims in zip(*(s.shape for s in symbols), strict=True)
-            )
+            if len({len(symbol.shape) for symbol in symbols}) > 1:
+                raise TraceError(f"{where} gives a result whose rank depends on a size; name the axis.")
+            shape = tuple(self._integer(list(dims), where) for dims in zip(*(s.shape for s in symbols), strict=True))
             outputs.append(self._value(symbols, Value(shape, symbols[0].dtype)))
         return Node(first.kind, first.operation, attributes, args, kwargs, outputs, first.path, first.source)
 
@@ -230,18 +235,14 @@ class _Generaliser:
 
     def _table(self, items: list[Array], where: str) -> Value:
         """An array with an axis that changes: equal slices along it, or a part of its longest form."""
-        dims = [
-            self._integer(list(sizes), where) for sizes in zip(*(i.array.shape for i in items), strict=True)
-        ]
+        dims = [self._integer(list(sizes), where) for sizes in zip(*(i.array.shape for i in items), strict=True)]
         changing = [axis for axis, dim in enumerate(dims) if isinstance(dim, Expr)]
         array = max((item.array for item in items), key=lambda a: a.size)
         for axis in list(changing):
             slices = [item.array for item in items if item.array.shape[axis]]
             if all(np.array_equal(a, np.broadcast_to(a.take([0], axis), a.shape)) for a in slices):
                 array = array.take([0], axis)
-                items = [
-                    Array(item.array.take([0], axis), item.dtype) for item in items if item.array.shape[axis]
-                ]
+                items = [Array(item.array.take([0], axis), item.dtype) for item in items if item.array.shape[axis]]
                 changing.remove(axis)
         value: Value | Constant
         if not changing:
@@ -282,8 +283,7 @@ class _Generaliser:
             )
         if not limited:
             raise TraceError(
-                f"{where} uses a table that grows with {expr}; give `max_length`, so that the longest "
-                "can be stored."
+                f"{where} uses a table that grows with {expr}; give `max_length`, so that the longest can be stored."
             )
         shape = tuple(expr if i == axis else size for i, size in enumerate(longest.shape))
         return self._insert(TAKE_PART, {}, (Constant(longest, items[0].dtype), key), shape, items[0].dtype)

@@ -136,10 +136,10 @@ class _Tracer:
         self.alive: list[Any] = []
 
     def run(self, function, inputs) -> Recording:
-        tensors = tree.map_structure(self._input, inputs)
-        symbols = [self._symbol(tensor) for tensor in tree.flatten(tensors)]
-        previous, _ACTIVE.tracer = getattr(_ACTIVE, "tracer", None), self
+        previous, _ACTIVE.tracer = _any_tracer(), self
         try:
+            tensors = tree.map_structure(self._input, inputs)
+            symbols = [self._symbol(tensor) for tensor in tree.flatten(tensors)]
             outputs = function(*tensors)
         except Exception as error:
             if isinstance(error, TraceError):
@@ -195,8 +195,7 @@ class _Tracer:
 
     def _input(self, spec: InputSpec) -> keras.KerasTensor:
         shape = tuple(
-            SizedInt(evaluate(dim, self.sizes), dim, self.note) if isinstance(dim, Expr) else dim
-            for dim in spec.shape
+            SizedInt(evaluate(dim, self.sizes), dim, self.note) if isinstance(dim, Expr) else dim for dim in spec.shape
         )
         return keras.KerasTensor(shape, spec.dtype, name=spec.name)
 
@@ -343,6 +342,7 @@ def _public_attributes(operation) -> dict[str, Any]:
 _KERAS = os.path.dirname(keras.src.__file__)
 _PLUMBING = tuple(os.path.join(_KERAS, "layers", part) for part in ("layer.py", "input_spec.py"))
 _TORCH_MODULE = os.path.join("torch", "nn", "modules", "module.py")
+_NUMPY = os.path.dirname(np.__file__)
 _OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), part) for part in ("ops", "export"))
 
 
@@ -350,7 +350,7 @@ _OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), part) for
 def _is_plumbing(filename: str) -> bool:
     if filename.startswith(_KERAS):
         return not filename.startswith(os.path.join(_KERAS, "layers")) or filename.startswith(_PLUMBING)
-    return filename.startswith(_OURS) or filename.endswith(("contextlib.py", _TORCH_MODULE))
+    return filename.startswith((*_OURS, _NUMPY)) or filename.endswith(("contextlib.py", _TORCH_MODULE))
 
 
 def _source_line() -> str:
@@ -376,9 +376,14 @@ _LOCK = threading.RLock()
 _installed = 0
 
 
+def _any_tracer() -> _Tracer | None:
+    """The tracer of this thread."""
+    return getattr(_ACTIVE, "tracer", None)
+
+
 def _tracer() -> _Tracer | None:
     """The tracer of this thread, unless it is inside an operation's own code."""
-    tracer = getattr(_ACTIVE, "tracer", None)
+    tracer = _any_tracer()
     return tracer if tracer is not None and not tracer.opaque else None
 
 
@@ -417,6 +422,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     """Every attribute that is replaced while tracing, with its replacement."""
     for cls in (Operation, keras.layers.Layer):
         yield cls, "symbolic_call", _symbolic_call(cls.symbolic_call)
+    yield keras.layers.Layer, "_maybe_build", _opaque(keras.layers.Layer._maybe_build)
     yield layer_module, "Node", _node(layer_module.Node)
     yield backend, "standardize_shape", _standardize_shape(backend.standardize_shape)
     for name, shape_of in _SOURCES.items():
@@ -425,9 +431,10 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         yield backend.core, name, _number(getattr(backend.core, name))
     for name, operation in _OPERATORS.items():
         yield KerasVariable, name, _operator(getattr(KerasVariable, name), operation)
-    yield KerasVariable, "assign", _forbidden(KerasVariable.assign, "writes to a variable")
-    yield KerasVariable, "__init__", _forbidden(KerasVariable.__init__, "creates a variable")
-    yield SeedGenerator, "next", _forbidden(SeedGenerator.next, "draws random numbers")
+    yield keras.KerasTensor, "__jax_array__", _hidden(keras.KerasTensor.__jax_array__)
+    yield KerasVariable, "assign", _forbidden(KerasVariable.assign, _tracer, "writes to a variable")
+    yield KerasVariable, "__init__", _forbidden(KerasVariable.__init__, _any_tracer, "creates a variable")
+    yield SeedGenerator, "next", _forbidden(SeedGenerator.next, _tracer, "draws random numbers")
 
 
 def _symbolic_call(original):
@@ -441,7 +448,7 @@ def _symbolic_call(original):
 
 def _node(original):
     def node(*args, **kwargs):
-        return original(*args, **kwargs) if getattr(_ACTIVE, "tracer", None) is None else None
+        return original(*args, **kwargs) if _any_tracer() is None else None
 
     return node
 
@@ -449,7 +456,7 @@ def _node(original):
 def _standardize_shape(original):
     @functools.wraps(original)
     def standardize_shape(shape):
-        if getattr(_ACTIVE, "tracer", None) is None:
+        if _any_tracer() is None:
             return original(shape)
         shape = tuple(shape)
         plain = original(tuple(int(d) if isinstance(d, SizedInt) else d for d in shape))
@@ -499,9 +506,7 @@ def _source(name, original, shape_of):
         if not all(value is None or isinstance(value, bool | int | float) for value in numbers.values()):
             return original(*args, **kwargs)
         shape = shape_of(**arguments)
-        small = (
-            {"shape": (1,), "N": 1, "M": 1, "n": 1, "num": 1} if name != "arange" else {"stop": 1, "step": 1}
-        )
+        small = {"shape": (1,), "N": 1, "M": 1, "n": 1, "num": 1} if name != "arange" else {"stop": 1, "step": 1}
         sample = {key: _small(value, small.get(key)) for key, value in arguments.items()}
         dtype = keras.backend.standardize_dtype(original(**sample).dtype)
         return tracer.source_tensor(name, shape, dtype, arguments)
@@ -557,10 +562,38 @@ def _operator(original, operation):
     return operator
 
 
-def _forbidden(original, what: str):
+def _hidden(original):
+    """Without `__jax_array__` a JAX array on the left of an operator leaves it to the `KerasTensor` on its right."""
+
+    def attribute(self):
+        if _any_tracer() is not None:
+            raise AttributeError("__jax_array__")
+        return original.__get__(self)
+
+    return property(attribute)
+
+
+def _opaque(original):
+    """Keras builds a layer that has no `build` by running it once, which is not part of the trace."""
+
+    @functools.wraps(original)
+    def maybe_build(self, call_spec):
+        tracer = _any_tracer()
+        if tracer is None or self.built:
+            return original(self, call_spec)
+        tracer.opaque += 1
+        try:
+            return original(self, call_spec)
+        finally:
+            tracer.opaque -= 1
+
+    return maybe_build
+
+
+def _forbidden(original, active: Callable[[], _Tracer | None], what: str):
     @functools.wraps(original)
     def forbidden(*args, **kwargs):
-        tracer = _tracer()
+        tracer = active()
         if tracer is None:
             return original(*args, **kwargs)
         where = f"Layer '{tracer.path}'" if tracer.path else "The model"

@@ -1,0 +1,303 @@
+"""`export_onnx`: traces a model, writes it as ONNX, verifies it, and only then puts it where it was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import onnx_ir
+
+import keras_transformer
+from keras_transformer.export.dims import Axis
+from keras_transformer.export.errors import ExportError
+from keras_transformer.export.generalise import generalise, trace_sizes
+from keras_transformer.export.ir import Graph, Value, Weight
+from keras_transformer.export.lowering import find_rule, lower
+from keras_transformer.export.report import Report
+from keras_transformer.export.signature import call_by_name, free_axes, model_inputs
+from keras_transformer.export.trace import InputSpec, record
+from keras_transformer.export.verify import verify_onnx
+
+FORMAT, FORMAT_VERSION = "keras_transformer", 1
+# A protobuf holds at most 2 GB: beyond, the weights go to a file beside the graph.
+_EXTERNAL_DATA_FROM = 1_800_000_000
+_OPSETS = (23,)
+
+
+def export_onnx(
+    model: keras.Model,
+    path: str | os.PathLike,
+    *,
+    input_signature: Mapping[str, Any] | None = None,
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
+    min_length: int | None = None,
+    max_length: int | None = None,
+    output_names: Sequence[str] | None = None,
+    opset: int = 23,
+    samples: Mapping[str, Any] | Callable[[dict[str, int]], Mapping[str, Any]] | None = None,
+    padded_rows: str = "exact",
+    tolerance: tuple[float, float] = (1e-5, 1e-5),
+    logits: str = "all",
+    tokenizer: Any = None,
+    verify: bool = True,
+    force: bool = False,
+    verbose: bool = True,
+) -> Report | None:
+    """Exports a built Keras model to ONNX, from any backend, and verifies the result in ONNX Runtime.
+
+    A `models.Transformer` becomes a directory with an encoder and a decoder graph that has a key/value cache, for
+    `OnnxTransformer`; any other model becomes one graph. The batch and every axis that the model leaves open are free.
+    Nothing is left behind by an export that fails, verification included.
+
+    Args:
+        model: a built model made of layers and `keras.ops`; its weights are read, nothing of it is changed.
+        path: a directory to make, or, for a single graph, a file name that ends in `.onnx`.
+        input_signature: `(shape, dtype)` by input name, None in a shape for a free axis. Needed where the model does
+            not keep its own (subclassed models).
+        dynamic_axes: names of the free axes, `{"source": {0: "batch", 1: "source_length"}}`. Equal names are one axis.
+            Without it axis 0 is the batch, and lengths are taken as one where the model needs them equal.
+        min_length: smallest size of every free axis but the batch; 1 if None.
+        max_length: largest size; the model's own `max_length` if it has one, else no limit.
+        output_names: names of the graph's outputs, in the order of the model's.
+        opset: version of the standard ONNX operators: 23.
+        samples: inputs to verify with, as for `verify_onnx`; made up if None.
+        padded_rows: as for `verify_onnx`.
+        tolerance: as for `verify_onnx`.
+        logits: for a `Transformer`: `"all"` positions' logits, or only the `"last"` one's, which is all that
+            generation needs.
+        tokenizer: a `keras_transformer.text.Tokenizer` to put beside the graphs, so that they take and give text.
+        verify: False leaves verification to you; the files are then not known to be right.
+        force: write into a directory that holds other files, which stay; or replace a file.
+        verbose: print the verification's table.
+
+    Returns:
+        The verification's report; None with `verify=False`.
+
+    Raises:
+        ExportError: the model is not built, its inputs are not known, or an argument does not fit it.
+        TraceError: what the model computes depends on a size in a way that a graph cannot follow.
+        UnsupportedOperationError: an operation has no rule; the message says how to add one.
+        VerificationError: ONNX Runtime's results differ from Keras'. Nothing is written.
+        FileExistsError: `path` holds something else and `force` is False.
+    """
+    path = pathlib.Path(path)
+    if opset not in _OPSETS:
+        raise ExportError(f"`opset` must be one of {_OPSETS}. Received: opset={opset}")
+    if logits not in ("all", "last"):
+        raise ExportError(f"`logits` must be 'all' or 'last'. Received: logits={logits!r}")
+    _check_target(path, force)
+    limit = getattr(model, "max_length", None)
+    if max_length is None:
+        max_length = limit
+    elif limit is not None and max_length > limit:
+        raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
+    with _staging(path) as folder:
+        if _is_encoder_decoder(model):
+            if path.suffix == ".onnx":
+                raise ExportError(
+                    f"{type(model).__name__} becomes a directory of two graphs. Received: path={str(path)!r}"
+                )
+            from keras_transformer.export.encoder_decoder import graphs, runner_config
+
+            parts = graphs(model, min_length, max_length, logits)
+            config = runner_config(model, max_length, logits)
+        else:
+            inputs = model_inputs(model, input_signature)
+            call = call_by_name(model, [entry.name for entry in inputs])
+            specs, axes = free_axes(inputs, call, dynamic_axes, min_length, max_length)
+            parts = {"model": (call, specs, axes, output_names or _output_names(model))}
+            config = {"kind": "model"}
+        weights: dict[str, Weight] = {}
+        for name, (function, specs, axes, names) in parts.items():
+            graph = trace(function, specs, axes, model, names)
+            weights |= {weight.name: weight for weight in graph.weights}
+            write(lower(graph, opset), graph, folder / f"{name}.onnx")
+        if tokenizer is not None:
+            tokenizer.save(folder / "tokenizer.json")
+        _write_config(folder, config, weights)
+        report = None
+        if verify:
+            report = verify_onnx(
+                model,
+                folder,
+                samples=samples,
+                padded_rows=padded_rows,
+                tolerance=tolerance,
+                json_path=folder / "verification.json",
+                verbose=verbose,
+            )
+            report.path = str(path)
+        if path.suffix == ".onnx":
+            _install_file(folder, path)
+        else:
+            _install_directory(folder, path)
+    return report
+
+
+def trace(
+    function: Callable,
+    specs: Sequence[InputSpec],
+    axes: Sequence[Axis],
+    root: keras.layers.Layer | dict[str, keras.layers.Layer],
+    output_names: Sequence[str] | None = None,
+) -> Graph:
+    """The graph of `function(*inputs)` with `axes` free.
+
+    Args:
+        function: takes one tensor for each of `specs` and returns a nested structure of tensors.
+        specs: the inputs.
+        axes: the free axes in their shapes.
+        root: the model, or layers by name, whose attributes name layers and weights.
+        output_names: names of the flattened outputs.
+
+    Raises:
+        TraceError: see `export_onnx`.
+    """
+    recordings = record(function, tuple(specs), trace_sizes(axes), root, _kept_whole)
+    return generalise(recordings, axes, [s.name for s in specs], [s.shape for s in specs], output_names)
+
+
+def write(model: onnx_ir.Model, graph: Graph, path: pathlib.Path) -> None:
+    """Writes an ONNX model with what verification and the runner need to know of its inputs."""
+    model.metadata_props.update(
+        {
+            "keras_transformer.version": keras_transformer.__version__,
+            "keras.version": keras.__version__,
+            "keras_transformer.inputs": json.dumps([_describe(graph, value) for value in graph.inputs]),
+            "keras_transformer.axes": json.dumps(
+                {axis.name: {"minimum": axis.minimum, "maximum": axis.maximum} for axis in graph.axes}
+            ),
+            "keras_transformer.weights_sha256": weights_hash(graph.weights),
+        }
+    )
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values())
+    external = f"{path.name}.data" if size > _EXTERNAL_DATA_FROM else None
+    onnx_ir.save(model, path, external_data=external)
+
+
+def weights_hash(weights: Sequence[Weight]) -> str:
+    """SHA-256 over names, shapes and values, the same on every backend."""
+    digest = hashlib.sha256()
+    for weight in sorted(weights, key=lambda weight: weight.name):
+        digest.update(f"{weight.name} {weight.dtype} {weight.shape}".encode())
+        digest.update(weight.array.tobytes())
+    return digest.hexdigest()
+
+
+def _kept_whole(layer: keras.layers.Layer) -> bool:
+    return find_rule(type(layer)) is not None
+
+
+def _is_encoder_decoder(model) -> bool:
+    from keras_transformer.models import Transformer
+
+    return isinstance(model, Transformer)
+
+
+def _output_names(model) -> list[str] | None:
+    """The model's own names for its outputs, where it has some."""
+    struct = getattr(model, "_outputs_struct", None)
+    if not isinstance(struct, dict):
+        return None
+    return [keras.tree.flatten(name)[0] for name in sorted(struct)]
+
+
+def _describe(graph: Graph, value: Value) -> dict[str, Any]:
+    """What values an input may take, for verification: ids are within the smallest table that they index."""
+    entry: dict[str, Any] = {"name": value.name, "dtype": value.dtype}
+    aliases, rows = {id(value)}, []
+    for node in graph.nodes:
+        if node.kind_name in ("Cast", "ConvertToTensor") and id(node.args[0]) in aliases:
+            aliases.add(id(node.outputs[0]))
+        elif node.kind_name == "Take" and id(node.args[1]) in aliases and isinstance(node.args[0], Weight):
+            rows.append(node.args[0].shape[0])
+    if rows:
+        return entry | {"kind": "ids", "minimum": 0, "maximum": min(rows) - 1}
+    if value.dtype == "bool" or value.name.endswith("mask"):
+        return entry | {"kind": "mask"}
+    return entry | {"kind": "float" if value.dtype.startswith(("float", "bfloat")) else "ids"}
+
+
+def _write_config(folder: pathlib.Path, config: dict[str, Any], weights: dict[str, Weight]) -> None:
+    files = {file.name: {"sha256": _sha256(file), "size": file.stat().st_size} for file in sorted(folder.iterdir())}
+    config = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        **config,
+        "files": files,
+        "versions": {"keras": keras.__version__, "keras_transformer": keras_transformer.__version__},
+        "weights_sha256": weights_hash(list(weights.values())),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _sha256(file: pathlib.Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# The target: written whole or not at all.
+
+
+def _check_target(path: pathlib.Path, force: bool) -> None:
+    if not path.exists() or force:
+        return
+    if path.is_dir() and path.suffix != ".onnx" and not set(os.listdir(path)) - _own_files(path):
+        return
+    raise FileExistsError(
+        f"{path} holds something else already; pass `force=True` (`--force`) to write there all the same."
+    )
+
+
+def _own_files(path: pathlib.Path) -> set[str]:
+    """The files in a directory that an earlier export wrote."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return set()
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        return set()
+    return {*config["files"], "config.json", "verification.json"}
+
+
+@contextlib.contextmanager
+def _staging(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A directory beside the target, so that moving it there is one step; gone afterwards."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        folder.chmod(0o755)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _install_directory(folder: pathlib.Path, path: pathlib.Path) -> None:
+    if not path.exists():
+        os.rename(folder, path)
+        return
+    foreign = set(os.listdir(path)) - _own_files(path)
+    if foreign:
+        for file in folder.iterdir():
+            os.replace(file, path / file.name)
+        return
+    with _staging(path) as old:
+        os.rename(path, old / "old")
+        os.rename(folder, path)
+
+
+def _install_file(folder: pathlib.Path, path: pathlib.Path) -> None:
+    data = folder / "model.onnx.data"
+    if data.exists():
+        raise ExportError(
+            f"The weights need a file beside the graph: export to a directory. Received: path={str(path)!r}"
+        )
+    os.replace(folder / "model.onnx", path)

@@ -1,0 +1,231 @@
+"""What a model takes: the names, shapes and dtypes of its inputs, and which of their axes are free together."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_transformer.export.dims import Axis, Dim
+from keras_transformer.export.errors import ExportError
+from keras_transformer.export.trace import InputSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input as the model declares it: None stands for a free axis."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+def model_inputs(model: Callable, input_signature: Mapping[str, Any] | None = None) -> list[Input]:
+    """The inputs of `model`, in the order in which it takes them.
+
+    Args:
+        model: a Keras model, or a callable on tensors.
+        input_signature: shapes (None for a free axis) and dtypes by input name, as `(shape, dtype)` pairs or as
+            anything with `.shape` and `.dtype`. Needed where the model keeps none.
+
+    Raises:
+        ExportError: the model is not built, or does not know its inputs and none are given.
+    """
+    if isinstance(model, keras.Layer) and not model.built:
+        raise ExportError(
+            f"The model has no weights yet, as it is not built: call it once, or `model.build(...)`. Received: {model}"
+        )
+    if input_signature is not None:
+        if not isinstance(input_signature, Mapping):
+            raise ExportError(
+                "`input_signature` must be a dict from input name to (shape, dtype). "
+                f"Received: input_signature={input_signature!r}"
+            )
+        return [_input(name, spec) for name, spec in input_signature.items()]
+    tensors = _declared_inputs(model)
+    if tensors is None:
+        raise ExportError(
+            f"{type(model).__name__} does not say what it takes. Pass `input_signature`, such as "
+            '{"token_ids": ((None, None), "int32")}.'
+        )
+    names = [tensor.name for tensor in tensors]
+    if all(re.fullmatch(r"(input_layer|keras_tensor)(_\d+)?", name) for name in names):
+        # Keras numbers these by what was built before; the file must not depend on it.
+        names = ["input"] if len(names) == 1 else [f"input_{i}" for i in range(len(names))]
+    return [Input(n, tuple(t.shape), t.dtype) for n, t in zip(names, tensors, strict=True)]
+
+
+def _input(name: str, spec: Any) -> Input:
+    shape, dtype = (spec.shape, spec.dtype) if hasattr(spec, "shape") else spec
+    return Input(name, tuple(shape), keras.backend.standardize_dtype(dtype))
+
+
+def _declared_inputs(model) -> list[keras.KerasTensor] | None:
+    try:
+        return list(model.inputs)
+    except (AttributeError, ValueError):
+        return None
+
+
+def call_by_name(model: Callable, names: Sequence[str]) -> Callable[..., Any]:
+    """`model` in inference as a function of its inputs, one argument each, in the order of `names`."""
+    is_layer = isinstance(model, keras.Layer)
+    parameters = inspect.signature(model.call if is_layer else model).parameters
+    extra = {"training": False} if is_layer and "training" in parameters else {}
+    struct = getattr(model, "_inputs_struct", None)
+
+    def call(*tensors):
+        if struct is not None:
+            return model(keras.tree.pack_sequence_as(struct, list(tensors)), **extra)
+        if isinstance(model, keras.Sequential):
+            return model(*tensors, **extra)
+        if set(names) <= set(parameters):
+            return model(**dict(zip(names, tensors, strict=True)), **extra)
+        if len(tensors) == 1 and not _takes_dict(model):
+            return model(tensors[0], **extra)
+        return model(dict(zip(names, tensors, strict=True)), **extra)
+
+    return call
+
+
+def _takes_dict(model) -> bool:
+    return isinstance(getattr(model, "_build_shapes_dict", None), dict) and any(
+        isinstance(shape, dict) for shape in model._build_shapes_dict.values()
+    )
+
+
+def free_axes(
+    inputs: Sequence[Input],
+    call: Callable[..., Any],
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
+    min_length: int | None = None,
+    max_length: int | None = None,
+) -> tuple[list[InputSpec], list[Axis]]:
+    """Gives every free axis a name and a range.
+
+    Without `dynamic_axes`, axis 0 is the batch, and of the others those are taken as one that a real call needs equal:
+    the finest grouping under which `call` works.
+
+    Args:
+        inputs: the model's inputs.
+        call: the model as a function of them.
+        dynamic_axes: axis names by input name and axis number; equal names are one axis. Axes of known size that
+            are not named stay fixed.
+        min_length: smallest size of every free axis but the batch; 1 if None.
+        max_length: largest; no limit if None.
+
+    Raises:
+        ExportError: names or axes that the inputs do not have, an impossible range, or no grouping that works.
+    """
+    low = 1 if min_length is None else min_length
+    if low < 0 or max_length is not None and max_length < max(low, 1):
+        raise ExportError(
+            "`min_length` and `max_length` must be a range of sizes. "
+            f"Received: min_length={min_length}, max_length={max_length}"
+        )
+    if dynamic_axes is not None:
+        names = _given_names(inputs, dynamic_axes)
+    else:
+        names = _default_names(inputs)
+        unsure = list(dict.fromkeys(name for name in names.values() if name != "batch"))
+        for grouping in _groupings(unsure) if len(unsure) > 1 else [{}]:
+            renamed = {place: grouping.get(name, name) for place, name in names.items()}
+            if not unsure or _call_works(inputs, call, renamed, low, max_length):
+                names = renamed
+                break
+        else:
+            raise ExportError(
+                f"The model runs at no sizes of its free axes that were tried: {sorted(set(names.values()))}. Name "
+                'those that are equal: dynamic_axes={"input": {0: "batch", 1: "length"}}.'
+            )
+    axes = {
+        name: Axis(name) if name == "batch" else Axis(name, low, max_length) for name in dict.fromkeys(names.values())
+    }
+    specs = []
+    for number, entry in enumerate(inputs):
+        shape: list[Dim] = []
+        for axis, size in enumerate(entry.shape):
+            shape.append(axes[names[number, axis]] if (number, axis) in names else size)
+        specs.append(InputSpec(entry.name, tuple(shape), entry.dtype))
+    return specs, list(axes.values())
+
+
+def _given_names(inputs, dynamic_axes) -> dict[tuple[int, int], str]:
+    known = {entry.name: number for number, entry in enumerate(inputs)}
+    names = {}
+    for name, axes in dynamic_axes.items():
+        if name not in known:
+            raise ExportError(
+                "`dynamic_axes` names an input that the model does not have; it has "
+                f"{sorted(known)}. Received: {name!r}"
+            )
+        rank = len(inputs[known[name]].shape)
+        for axis, label in axes.items():
+            if not -rank <= axis < rank:
+                raise ExportError(f"`dynamic_axes` of {name!r}: it has {rank} axes. Received: axis {axis}")
+            if not re.fullmatch(r"[A-Za-z_]\w*", label):
+                raise ExportError(f"`dynamic_axes` must give identifiers as names. Received: {label!r}")
+            names[known[name], axis % rank] = label
+    for number, entry in enumerate(inputs):
+        for axis, size in enumerate(entry.shape):
+            if size is None and (number, axis) not in names:
+                raise ExportError(f"`dynamic_axes` leaves axis {axis} of input {entry.name!r} without a name or size.")
+    return names
+
+
+def _default_names(inputs) -> dict[tuple[int, int], str]:
+    names = {}
+    for number, entry in enumerate(inputs):
+        free = [axis for axis, size in enumerate(entry.shape) if size is None]
+        lengths = [axis for axis in free if axis != 0]
+        for axis in free:
+            if axis == 0:
+                names[number, axis] = "batch"
+            else:
+                prefix = "" if len(inputs) == 1 else f"{_identifier(entry.name)}_"
+                suffix = "" if len(lengths) == 1 else f"_{axis}"
+                names[number, axis] = f"{prefix}length{suffix}"
+    return names
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def _groupings(names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Every way to take some of `names` as one, those with most groups first; a group has its first name."""
+
+    def partitions(items):
+        if not items:
+            yield []
+            return
+        first, *rest = items
+        for smaller in partitions(rest):
+            for i, group in enumerate(smaller):
+                yield [*smaller[:i], [first, *group], *smaller[i + 1 :]]
+            yield [[first], *smaller]
+
+    for groups in sorted(partitions(list(names)), key=len, reverse=True):
+        # A group of all lengths is simply the length.
+        joined = "length" if len(groups) == 1 else None
+        yield {name: joined or group[0] for group in groups for name in group}
+
+
+def _call_works(inputs, call, names, low, high) -> bool:
+    labels = list(dict.fromkeys(names.values()))
+    sizes = {label: max(low, min(5 + 2 * i, high or 5 + 2 * i)) for i, label in enumerate(labels)}
+    sizes["batch"] = 2
+    arrays = []
+    for number, entry in enumerate(inputs):
+        shape = [sizes[names[number, i]] if (number, i) in names else s for i, s in enumerate(entry.shape)]
+        arrays.append(keras.ops.convert_to_tensor(np.ones(shape), dtype=entry.dtype))
+    try:
+        call(*arrays)
+    except Exception:  # whatever a model raises at sizes that do not fit together
+        return False
+    return True
