@@ -65,9 +65,9 @@ def verify_onnx(
         The `Report`.
 
     Raises:
-        VerificationError: an output differs by more than the tolerance, or in shape, dtype or NaNs; the file
-            does not run at a size that Keras runs at; generated tokens differ; or nothing could be compared.
-            Its `report` holds every figure.
+        VerificationError: an output differs by more than the tolerance, or in shape, dtype or NaNs; either side does not
+            run at a size within the file's ranges; generated tokens differ; or nothing could be compared. Its `report`
+            holds every figure.
         NotAnExportError: `path` is not an ONNX file or an exported directory, or is damaged.
         ValueError: an argument is not as described, or the file does not say what range its ids have and no
             `samples` are given.
@@ -106,7 +106,7 @@ def verify_graph(model, path, check, samples=None):
         try:
             expected = run_keras(inputs)
         except Exception as error:  # whatever a model raises at a size that it cannot take
-            check.report.skipped.append(f"{_words(sizes)}: Keras itself cannot run: {_first_line(error)}")
+            check.fail(names[0], sizes, case, f"Keras itself cannot run: {_first_line(error)}")
             continue
         check.run(session, names, inputs, expected, sizes, case)
 
@@ -134,6 +134,7 @@ class Check:
         source, axes = sample_source(specs, axes, samples)
         sizes_to_run, skipped = grid(axes, num_heads)
         self.report.skipped += skipped
+        sizes_to_run += [sizes for sizes in source.also if sizes not in sizes_to_run]
         runs = [(number, sizes, case) for number, sizes in enumerate(sizes_to_run) for case in source.cases]
         console = rich.console.Console(stderr=True)
         show = console.is_terminal if self.progress is None else self.progress
@@ -354,7 +355,7 @@ def lengths(minimum: int = 1, maximum: int | None = None) -> list[int]:
 
     prime = near(7, lambda n: n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1)))
     even = near(12, lambda n: n % 4 == 0 and n % 8)
-    return list(dict.fromkeys([minimum, prime, even, near(24, lambda n: n % 8 == 0), longest]))
+    return sorted({minimum, prime, even, near(24, lambda n: n % 8 == 0), longest})
 
 
 def grid(axes: list[FreeAxis], num_heads: int = 16) -> tuple[list[dict[str, int]], list[str]]:
@@ -409,6 +410,7 @@ class MadeSamples:
     """Inputs made for the purpose: whole ones, and ones with padding of every kind."""
 
     cases = ("whole", "padded")
+    also = ()
 
     def __init__(self, specs: list[InputSpec]):
         for spec in specs:
@@ -462,6 +464,7 @@ class CalledSamples:
     """The user's function of the axes' sizes."""
 
     cases = ("samples",)
+    also = ()
 
     def __init__(self, specs, function):
         self.specs = specs
@@ -487,6 +490,7 @@ class GivenSamples:
     def __init__(self, specs, arrays):
         self.specs = specs
         self.arrays = checked_inputs(specs, arrays)
+        self.also = []
 
     def limit(self, axes: list[FreeAxis]) -> list[FreeAxis]:
         """The axes, none longer than the arrays."""
@@ -509,6 +513,8 @@ class GivenSamples:
                     f"`samples` must have {axis.name} between {axis.minimum} and {axis.maximum}. "
                     f"Received: {sizes[axis.name]}"
                 )
+        if all(axis.name in sizes for axis in axes):
+            self.also = [{axis.name: sizes[axis.name] for axis in axes}]
         return [dataclasses.replace(axis, maximum=sizes.get(axis.name, axis.maximum)) for axis in axes]
 
     def make(self, sizes, case, number):
@@ -607,10 +613,6 @@ def _narrow(array):
 
 def _failed(name, sizes, case, problem, *place):
     return Comparison(name, sizes, case, math.inf, math.inf, 0.0, *place, problem=problem)
-
-
-def _words(sizes):
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _first_line(error):

@@ -62,6 +62,31 @@ class Toy(keras.Layer):
         return x + ops.matmul(ops.gelu(ops.matmul(x, self.w["up"]), approximate=False), self.w["down"])
 
 
+def toy_numpy(toy):
+    """The computation of `toy` as a function on NumPy arrays."""
+    w = {name: ops.convert_to_numpy(weight).astype(np.float64) for name, weight in toy.w.items()}
+    erf = np.vectorize(math.erf)
+
+    def call(ids, mask):
+        ids, mask = (ops.convert_to_numpy(x) for x in (ids, mask))
+        batch, length = ids.shape
+        x = w["tokens"][ids] + w["positions"][:length]
+        query, key, value = (
+            (x @ w[name]).reshape(batch, length, HEADS, -1).swapaxes(1, 2) for name in ("query", "key", "value")
+        )
+        scores = query @ key.swapaxes(2, 3) / math.sqrt(WIDTH // HEADS)
+        allowed = np.tril(np.ones((length, length), bool)) & mask[:, None, None, :]
+        weights = np.exp(scores - scores.max(-1, keepdims=True)) * allowed
+        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+        x = x + (weights @ value).swapaxes(1, 2).reshape(batch, length, WIDTH) @ w["output"]
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-4)
+        x = x * w["gamma"] + w["beta"]
+        hidden = x @ w["up"]
+        return (x + hidden * (1 + erf(hidden / math.sqrt(2))) / 2 @ w["down"]).astype(np.float32)
+
+    return call
+
+
 def toy_onnx(toy, path, metadata=True):
     """Writes the graph of `toy` to `path` and returns it."""
     weights = [numpy_helper.from_array(ops.convert_to_numpy(w), name) for name, w in toy.w.items()]
