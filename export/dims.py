@@ -181,6 +181,9 @@ class SizedInt(int):
     Where the expression is lost (`int(n)`, NumPy) a plain integer is left, which `solve` finds again.
     """
 
+    # Keras asks numbers for their type by `getattr(x, "dtype", type(x))`, and knows no subclass of int.
+    dtype = int
+
     def __new__(cls, value: int, expr: Dim, note: Callable[[Comparison], None] = lambda comparison: None):
         self = super().__new__(cls, value)
         self.expr = expr
