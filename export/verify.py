@@ -65,8 +65,8 @@ def verify_onnx(
         The `Report`.
 
     Raises:
-        VerificationError: an output differs by more than the tolerance, or in shape, dtype or NaNs; either side does not
-            run at a size within the file's ranges; generated tokens differ; or nothing could be compared. Its `report`
+        VerificationError: an output differs by more than the tolerance, or in shape, dtype or NaNs; either side does
+            not run at a size within the file's ranges; generated tokens differ; or nothing could be compared. Its `report`
             holds every figure.
         NotAnExportError: `path` is not an ONNX file or an exported directory, or is damaged.
         ValueError: an argument is not as described, or the file does not say what range its ids have and no

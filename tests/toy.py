@@ -1,6 +1,7 @@
-"""A small Keras layer and the ONNX graph of the same computation, both written by hand: ground for the verifier."""
+"""One small computation written three times by hand, in Keras, NumPy and ONNX: ground for the verifier."""
 
 import json
+import math
 
 import keras
 import numpy as np
