@@ -386,12 +386,6 @@ def _relu_with_arguments(g, node, x):
     return result
 
 
-@register_lowering(activations.Mish)
-def _mish(g, node, x):
-    x = g.cast(x, _result_dtype(node))
-    return g.op("Mish", x)
-
-
 @register_lowering(nn.LogSigmoid)
 def _log_sigmoid(g, node, x):
     return g.op("Neg", g.op("Softplus", g.op("Neg", g.cast(x, _result_dtype(node)))))

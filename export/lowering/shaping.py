@@ -235,7 +235,7 @@ def _repeat(g, node, x):
         x, axis = g.reshape(x, (product(x.shape),)), 0
     axis %= x.rank
     if not isinstance(repeats, (int, Expr)):
-        counts = np.asarray(repeats.array if isinstance(repeats, Tensor) else repeats).reshape(-1)
+        counts = np.asarray(getattr(repeats, "array", repeats)).reshape(-1)
         if counts.size > 1:
             indices = np.repeat(np.arange(counts.size), counts)
             shape = (*x.shape[:axis], indices.size, *x.shape[axis + 1 :])

@@ -1,0 +1,278 @@
+"""Lowering rules: each operation in ONNX Runtime against Keras at several sizes, and the form of the graphs."""
+
+import collections
+
+import keras
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+from keras import ops
+
+from keras_transformer import layers
+from keras_transformer import ops as kt
+from keras_transformer.export import ir
+from keras_transformer.export.dims import Axis, add, axes_of, multiply
+from keras_transformer.export.errors import UnsupportedOperationError
+from keras_transformer.export.generalise import generalise
+from keras_transformer.export.lowering import find_rule, lower, register_lowering
+from keras_transformer.export.trace import InputSpec, record
+
+B, T, S, P = Axis("batch"), Axis("length"), Axis("slots"), Axis("past", minimum=0)
+AXES = {"B": B, "T": T, "S": S, "P": P, "P+T": add(P, T), "2T": multiply(T, 2)}
+
+# Softmax, norms and products of a few tens of float32 terms; sums are taken in another order than in Keras.
+TOLERANCE = 6e-6
+SIZES = [(1, 1), (3, 5)]
+
+
+def spec(name, text):
+    """An input such as `float32[B,T,6]`."""
+    dtype, _, dims = text.rstrip("]").partition("[")
+    dims = [dim for dim in dims.split(",") if dim]
+    return InputSpec(name, tuple(AXES[d] if d in AXES else int(d) for d in dims), dtype)
+
+
+def traced(function, texts, root=None):
+    specs = [spec(f"x{i}", text) for i, text in enumerate(texts)]
+    axes = [axis for axis in (B, T, S, P) if any(axis in axes_of(dim) for s in specs for dim in s.shape)]
+    # As few traces as tell the axes apart: what more of them catch is the tracer's subject.
+    base = {axis.name: size for axis, size in zip(axes, (3, 7, 11, 13), strict=False)}
+    sizes = [base, *(base | {axis.name: base[axis.name] + 5} for axis in axes)]
+    recordings = record(function, tuple(specs), sizes, root or {}, lambda layer: find_rule(type(layer)) is not None)
+    return generalise(recordings, axes, [s.name for s in specs], [s.shape for s in specs])
+
+
+def build(function, texts, root=None):
+    """The checked ONNX model of a function, and the traced graph."""
+    graph = traced(function, texts, root)
+    proto = onnx_ir.to_proto(lower(graph))
+    onnx.checker.check_model(proto, full_check=True)
+    return proto, graph
+
+
+def session(proto):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def feed(value, sizes, rng):
+    shape = [dim if isinstance(dim, int) else dim.evaluate(sizes) for dim in value.shape]
+    if value.dtype == "bool":
+        return rng.random(shape) < 0.6
+    if "int" in value.dtype:
+        return rng.integers(0, 5, shape).astype(value.dtype)
+    return rng.normal(size=shape).astype(value.dtype)
+
+
+def compare(function, texts, root=None, sizes=SIZES, tolerance=TOLERANCE):
+    """Runs both at each of `sizes` ((B, T), then S and P follow); returns the ONNX model."""
+    proto, graph = build(function, texts, root)
+    run = session(proto)
+    rng = np.random.default_rng(0)
+    for batch, length in sizes:
+        at = {"batch": batch, "length": length, "slots": length + 2, "past": length - 1}
+        feeds = [feed(value, at, rng) for value in graph.inputs]
+        got = run.run(None, {value.name: array for value, array in zip(graph.inputs, feeds, strict=True)})
+        wanted = keras.tree.flatten(function(*(ops.convert_to_tensor(array) for array in feeds)))
+        assert len(got) == len(wanted)
+        for mine, theirs, output in zip(got, wanted, graph.outputs, strict=True):
+            assert str(mine.dtype) == keras.backend.standardize_dtype(theirs.dtype) == output.dtype
+            theirs = ops.convert_to_numpy(theirs)
+            assert mine.shape == theirs.shape
+            np.testing.assert_allclose(mine.astype("float64"), theirs.astype("float64"), rtol=tolerance, atol=tolerance)
+    return proto
+
+
+def histogram(proto):
+    return dict(collections.Counter(node.op_type for node in proto.graph.node))
+
+
+F, I, M = "float32[B,T,6]", "int32[B,T]", "bool[B,T]"
+weight = np.random.default_rng(1).normal(size=(6, 4)).astype("float32")
+kernel = np.random.default_rng(2).normal(size=(6, 2, 3)).astype("float32")
+
+CASES = {
+    # Arithmetic and promotion.
+    "add": (lambda x, y: x + y, [F, "float32[T,6]"]),
+    "add scalar": (lambda x: x + 1.5, [F]),
+    "add int and float": (lambda x, y: x + y[:, :, None], [F, I]),
+    "int plus python float": (lambda x: x + 0.5, [I]),
+    "add bool": (lambda x, y: ops.add(x, y), [M, M]),
+    "subtract from scalar": (lambda x: 1.0 - x, [F]),
+    "multiply": (lambda x, y: x * y, [F, "float32[6]"]),
+    "multiply int": (lambda x: x * 3, [I]),
+    "divide": (lambda x, y: x / (ops.abs(y) + 1.0), [F, F]),
+    "divide int": (lambda x: x / 3, [I]),
+    "true divide": (lambda x: ops.true_divide(x, 2), [F]),
+    "floor divide": (lambda x: (x - 3) // 2, [I]),
+    "floor divide float": (lambda x: ops.floor_divide(x, 0.3), [F]),
+    "mod": (lambda x: (x - 3) % 4, [I]),
+    "mod float": (lambda x: ops.mod(x, 0.7), [F]),
+    "mod negative divisor": (lambda x: ops.mod(x, -3), [I]),
+    "divide no nan": (lambda x, y: ops.divide_no_nan(x, ops.cast(y, "float32")[:, :, None]), [F, I]),
+    "power": (lambda x: ops.abs(x) ** 1.5, [F]),
+    "power int": (lambda x: x**3, [I]),
+    "negative": (lambda x: -x, [F]),
+    "abs square sqrt": (lambda x: ops.sqrt(ops.abs(ops.square(x) - 1.0)), [F]),
+    "rsqrt": (lambda x: ops.rsqrt(ops.abs(x) + 1.0), [F]),
+    "exp log": (lambda x: ops.log(ops.exp(x) + 1.0), [F]),
+    "log1p expm1": (lambda x: ops.log1p(ops.abs(x)) + ops.expm1(x), [F]),
+    "log2 log10": (lambda x: ops.log2(ops.abs(x) + 1.0) + ops.log10(ops.abs(x) + 1.0), [F]),
+    "sin cos tan": (lambda x: ops.sin(x) + ops.cos(x) + ops.tan(x * 0.3), [F]),
+    "hyperbolic": (lambda x: ops.sinh(x * 0.5) + ops.cosh(x * 0.5) + ops.tanh(x), [F]),
+    "arc": (lambda x: ops.arctan(x) + ops.arcsin(x * 0.1) + ops.arccos(x * 0.1), [F]),
+    "erf": (lambda x: ops.erf(x), [F]),
+    "sign floor ceil": (lambda x: ops.sign(x) + ops.floor(x) + ops.ceil(x), [F]),
+    "round": (lambda x: ops.round(x) + ops.round(x, 2), [F]),
+    "trunc": (lambda x: ops.trunc(x * 3.0), [F]),
+    "reciprocal": (lambda x: ops.reciprocal(ops.abs(x) + 1.0), [F]),
+    "maximum minimum": (lambda x, y: ops.maximum(x, 0.5) + ops.minimum(x, y), [F, F]),
+    "clip": (lambda x: ops.clip(x, -0.5, 0.7), [F]),
+    "clip int": (lambda x: ops.clip(x, 1, 3), [I]),
+    "logaddexp": (lambda x, y: ops.logaddexp(x, y), [F, F]),
+    "narrow integers": (lambda x: ops.cast(x, "int8") + ops.cast(x, "uint8"), [I]),
+    # Comparisons, logic, selection.
+    "compare": (lambda x, y: [x < y, x <= y, x > y, x >= y], [F, F]),
+    "equal": (lambda x: [ops.equal(x, 2), ops.not_equal(x, 0)], [I]),
+    "equal bool": (lambda x, y: ops.equal(x, y), [M, M]),
+    "compare int with float": (lambda x: ops.greater(x, 1.5), [I]),
+    "logical": (lambda x, y: [x & y, ops.logical_or(x, y), ops.logical_xor(x, y), ops.logical_not(x)], [M, M]),
+    "bitwise": (lambda x: ops.bitwise_and(x, x + 1) + ops.bitwise_or(x, x * 2), [I]),
+    "isfinite": (lambda x: [ops.isnan(x / x), ops.isinf(1 / x), ops.isfinite(1 / x)], ["float32[B,T]"]),
+    "where": (lambda m, x: ops.where(m[:, :, None], x, -1.0), [M, F]),
+    "where bool": (lambda m, x: ops.where(m, x, ops.logical_not(x)), [M, M]),
+    "where int": (lambda m, x: ops.where(m, x, 7), [M, I]),
+    "casts": (lambda x: [ops.cast(x * 3.0, "int32"), ops.cast(x, "bool"), ops.cast(x, "float16")], [F]),
+    "cast of a size": (lambda x: x / ops.cast(ops.shape(x)[1], "float32"), [F]),
+    "a size as number": (lambda x: ops.multiply(x, ops.shape(x)[1]), [F]),
+    # Shapes.
+    "reshape": (lambda x: ops.reshape(x, (-1, ops.shape(x)[1], 2, 3)), [F]),
+    "reshape merges": (lambda x: ops.reshape(x, (ops.shape(x)[0] * ops.shape(x)[1], 6)), [F]),
+    "reshape splits": (
+        lambda x: ops.reshape(ops.reshape(x, (-1, 6)) * 2.0, (ops.shape(x)[0], ops.shape(x)[1], 6)),
+        [F],
+    ),
+    "reshape to half": (lambda x: ops.reshape(x, (ops.shape(x)[0], -1, 12)), ["float32[B,2T,6]"]),
+    "ravel": (lambda x: ops.ravel(x), [F]),
+    "transpose": (lambda x: [ops.transpose(x), ops.transpose(x, (1, 0, 2)), ops.swapaxes(x, 0, -1)], [F]),
+    "moveaxis": (lambda x: ops.moveaxis(x, (0, 2), (2, 0)), [F]),
+    "expand squeeze": (lambda x: ops.squeeze(ops.expand_dims(ops.expand_dims(x, -1), 1), 1), [F]),
+    "concatenate": (lambda x, y: ops.concatenate([x, y[:, :, None]], axis=-1), [F, I]),
+    "concatenate lengths": (lambda x, y: ops.concatenate([x, y], axis=1), [F, "float32[B,S,6]"]),
+    "stack": (lambda x, y: ops.stack([x, y * 2.0], axis=-2), [F, F]),
+    "unstack": (lambda x: ops.unstack(x, axis=-1), [F]),
+    "split": (lambda x: ops.split(x, 3, axis=-1), [F]),
+    "split at": (lambda x: ops.split(x, [1, 4], axis=-1), [F]),
+    "take": (lambda x, i: ops.take(x, i, axis=-1), [F, "int32[3]"]),
+    "take rows": (lambda i: ops.take(weight, i, axis=0), [I]),
+    "take negative": (lambda x: ops.take(x, np.array([-1, 0]), axis=2), [F]),
+    "take flat": (lambda i: ops.take(weight, i), [I]),
+    "take along axis": (lambda x, i: ops.take_along_axis(x, ops.expand_dims(i, -1) % 6, axis=-1), [F, I]),
+    "slices": (lambda x: [x[:, :1], x[:, -1:], x[..., 1:5:2], x[:, :, ::-1], x[:1, 0:, 2]], [F]),
+    "index": (lambda x: [x[:, 0], x[:, -1], x[:, :, -2], x[0]], [F]),
+    "new axes": (lambda x: [x[:, None, :, None], x[..., None], x[None, :, 0]], [F]),
+    "slice by size": (lambda x, y: y[:, : ops.shape(x)[1]] * 1.0, [F, "float32[B,2T,6]"]),
+    "all but the last": (lambda x: ops.concatenate([x[:, 1:], x[:, :1]], axis=1)[:, :-1], ["float32[B,S,6]"]),
+    "slice": (lambda x: ops.slice(x, (0, 0, 1), (ops.shape(x)[0], 1, 3)), [F]),
+    "slice at tensor": (
+        lambda x, i: ops.slice(x, ops.stack([0 * i[0], 0 * i[0], i[0]]), (ops.shape(x)[0], ops.shape(x)[1], 2)),
+        [F, "int32[1]"],
+    ),
+    "slice update": (lambda x, y: ops.slice_update(x, (0, 0, 2), y), [F, "float32[B,T,3]"]),
+    "slice update twice": (lambda x, y: ops.slice_update(x, (0, 1, 2), y), ["float32[B,S,6]", "float32[B,1,3]"]),
+    "broadcast to": (lambda x: ops.broadcast_to(x[:, :, None], (*ops.shape(x), 4)), [I]),
+    "repeat": (lambda x: [ops.repeat(x, 2, axis=1), ops.repeat(x, 3, axis=-1)], [F]),
+    "repeat each": (lambda x: ops.repeat(x, np.array([1, 0, 2, 1, 3, 1]), axis=-1), [F]),
+    "tile": (lambda x: ops.tile(x, (1, 2, 1)), [F]),
+    "pad": (lambda x: ops.pad(x, ((0, 0), (1, 2), (0, 1))), [F]),
+    "pad with": (lambda x: ops.pad(x, ((0, 0), (1, 0)), constant_values=7), [I]),
+    "flip": (lambda x: ops.flip(x, axis=1), [F]),
+    "roll": (lambda x: [ops.roll(x, 2, axis=-1), ops.roll(x, -1, axis=1)], [F]),
+    "tril triu": (lambda x: [ops.tril(x, k=-1), ops.triu(x, k=1)], [F]),
+    "meshgrid": (lambda x, y: ops.meshgrid(x, y), ["float32[T]", "float32[S]"]),
+    # Reductions and order.
+    "sum": (lambda x: [ops.sum(x), ops.sum(x, axis=1), ops.sum(x, axis=(0, -1), keepdims=True)], [F]),
+    "sum of bool": (lambda x: ops.sum(x, axis=-1), [M]),
+    "mean": (lambda x: [ops.mean(x, axis=-1, keepdims=True), ops.mean(x)], [F]),
+    "mean of int": (lambda x: ops.mean(x, axis=-1), [I]),
+    "max min": (lambda x: [ops.max(x, axis=1), ops.min(x, axis=-1), ops.max(x, axis=1, initial=0.5)], [F]),
+    "max of int": (lambda x: ops.max(x, axis=1), [I]),
+    "prod": (lambda x: ops.prod(x, axis=-1), [F]),
+    "all any": (lambda x: [ops.all(x, axis=-1), ops.any(x, axis=0), ops.any(x)], [M]),
+    "count nonzero": (lambda x: ops.count_nonzero(x, axis=-1), [I]),
+    "var std": (lambda x: [ops.var(x, axis=-1), ops.std(x, axis=(1, 2), keepdims=True)], [F]),
+    "moments": (lambda x: list(ops.moments(x, axes=[-1])), [F]),
+    "logsumexp": (lambda x: ops.logsumexp(x * 30.0, axis=-1), [F]),
+    "cumsum": (lambda x: ops.cumsum(x, axis=1), [F]),
+    "cumsum of mask": (lambda x: ops.cumsum(ops.cast(x, "int32"), axis=-1), [M]),
+    "argmax argmin": (lambda x: [ops.argmax(x, axis=-1), ops.argmin(x, axis=1), ops.argmax(x)], [F]),
+    "top k": (lambda x: list(ops.top_k(x, 3)), [F]),
+    "sort": (lambda x: [ops.sort(x, axis=1), ops.argsort(x, axis=-1)], [F]),
+    # Products.
+    "matmul": (lambda x, y: ops.matmul(x, ops.transpose(y, (0, 2, 1))), [F, F]),
+    "matmul weight": (lambda x: ops.matmul(x, weight), [F]),
+    "matmul vector": (lambda x: ops.matmul(x, np.ones(6, "float32")), [F]),
+    "dot": (lambda x: ops.dot(x, weight), [F]),
+    "tensordot": (lambda x, y: ops.tensordot(x, y, axes=[[2], [1]]), [F, "float32[3,6]"]),
+    "outer": (lambda x, y: ops.outer(x, y), ["float32[T]", "float32[S]"]),
+    "einsum dense": (lambda x: ops.einsum("abc,cde->abde", x, kernel), [F]),
+    "einsum dense out": (lambda x: ops.einsum("abcd,ecd->abe", ops.reshape(x, (*ops.shape(x)[:2], 2, 3)), kernel), [F]),
+    "einsum scores": (lambda x, y: ops.einsum("aecd,abcd->acbe", x, y), ["float32[B,S,2,3]", "float32[B,T,2,3]"]),
+    "einsum combine": (lambda x, y: ops.einsum("acbe,aecd->abcd", x, y), ["float32[B,2,T,S]", "float32[B,S,2,3]"]),
+    "einsum outer": (lambda x, y: ops.einsum("i,j->ij", x, y), ["float32[T]", "float32[3]"]),
+    "einsum transpose": (lambda x: ops.einsum("btd->dbt", x), [F]),
+    "einsum sum": (lambda x: ops.einsum("btd->b", x), [F]),
+    "einsum implicit": (lambda x, y: ops.einsum("tj,jk", x, y), ["float32[T,6]", "float32[6,3]"]),
+    "einsum ellipsis": (lambda x: ops.einsum("...d,de->...e", x, weight), [F]),
+    "einsum three": (lambda x, y: ops.einsum("btd,de,bte->bt", x, weight, y), [F, "float32[B,T,4]"]),
+    "einsum left free": (lambda x, y: ops.einsum("bsd,btd->bst", x, y), ["float32[B,S,6]", F]),
+    # Activations, softmax, norms.
+    "relu": (lambda x: [ops.relu(x), ops.relu6(x * 5.0), ops.leaky_relu(x, 0.1)], [F]),
+    "relu layer": (lambda x: keras.activations.relu(x * 3, negative_slope=0.2, max_value=2.0, threshold=0.5), [F]),
+    "gelu": (lambda x: [ops.gelu(x, approximate=False), ops.gelu(x, approximate=True)], [F]),
+    "silu": (lambda x: [ops.silu(x), ops.sigmoid(x), ops.softplus(x), ops.softsign(x)], [F]),
+    "elu": (lambda x: [ops.elu(x, 0.7), ops.selu(x), ops.celu(x, 0.9)], [F]),
+    "hard": (lambda x: [ops.hard_sigmoid(x * 3), ops.hard_silu(x * 3), ops.hard_tanh(x * 2)], [F]),
+    "log sigmoid": (lambda x: [ops.log_sigmoid(x), ops.tanh_shrink(x)], [F]),
+    "glu": (lambda x: ops.glu(x, axis=-1), [F]),
+    "softmax": (lambda x: [ops.softmax(x), ops.softmax(x, axis=(1, 2)), ops.log_softmax(x, axis=-1)], [F]),
+    "one hot": (lambda x: [ops.one_hot(x, 4), ops.one_hot(x, 3, axis=1, dtype="int32")], [I]),
+    "layer norm": (
+        lambda x: ops.layer_normalization(x, np.arange(6, dtype="float32"), np.ones(6, "float32"), epsilon=1e-3),
+        [F],
+    ),
+    "layer norm plain": (lambda x: ops.layer_normalization(x, epsilon=1e-6), [F]),
+    "layer norm two axes": (lambda x: ops.layer_normalization(x, axis=(-2, -1), epsilon=1e-5), ["float32[B,4,6]"]),
+    "layer norm first axis": (lambda x: ops.layer_normalization(x, axis=1, epsilon=1e-5), ["float32[B,4,6]"]),
+    "rms norm": (lambda x: ops.rms_normalization(x, np.arange(6, dtype="float32"), epsilon=1e-5), [F]),
+    "batch norm": (
+        lambda x: ops.batch_normalization(x, np.ones(6, "float32"), np.full(6, 2.0, "float32"), axis=-1),
+        [F],
+    ),
+    "normalize": (lambda x: ops.normalize(x, axis=-1), [F]),
+    # Tensors from numbers.
+    "arange": (lambda x: ops.arange(ops.shape(x)[1])[None, :] + x, [I]),
+    "arange float": (lambda x: x[:, :, 0] * ops.arange(0, ops.shape(x)[1], dtype="float32"), [F]),
+    "zeros ones": (lambda x: ops.concatenate([x, ops.ones((ops.shape(x)[0], 2, 6)), ops.zeros_like(x)], 1), [F]),
+    "full": (lambda x: ops.full(ops.shape(x), 3, dtype="int32") + ops.full_like(x, 2), [I]),
+    "tri": (lambda x: ops.matmul(ops.tri(ops.shape(x)[1], dtype="float32"), x), [F]),
+    "eye": (lambda x: ops.matmul(ops.eye(ops.shape(x)[1], dtype="float32"), x), [F]),
+    # Our operations.
+    "causal mask": (lambda x, y: kt.causal_mask(x, y), [I, "int32[B,S]"]),
+    "square causal mask": (lambda x: kt.square_causal_mask(x), [F]),
+    "sinusoids": (lambda x: kt.sinusoidal_encoding(x * 1000 + 3, 7), [I]),
+    "sinusoids from the start": (lambda x: x + kt.sinusoidal_encoding(kt.positions(ops.shape(x)[1]), 6), [F]),
+    "write at slot": (
+        lambda c, k: list(kt.write_cache((c, c * 2.0), k, k, start=1)),
+        ["float32[B,2T,2,3]", "float32[B,T,2,3]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operation_equals_keras(name):
+    compare(*CASES[name])
