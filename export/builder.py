@@ -312,6 +312,10 @@ class GraphBuilder:
         )
         return x
 
+    def is_output(self, value: ir.Value) -> bool:
+        """Whether a traced value is a result of the graph."""
+        return value in self._graph.outputs
+
     def readers(self, x: Tensor) -> int:
         """How many nodes read `x` so far."""
         return len({usage.node for usage in x.value.uses()})

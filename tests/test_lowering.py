@@ -91,7 +91,7 @@ def histogram(proto):
     return dict(collections.Counter(node.op_type for node in proto.graph.node))
 
 
-F, I, M = "float32[B,T,6]", "int32[B,T]", "bool[B,T]"
+F, N, M = "float32[B,T,6]", "int32[B,T]", "bool[B,T]"
 weight = np.random.default_rng(1).normal(size=(6, 4)).astype("float32")
 kernel = np.random.default_rng(2).normal(size=(6, 2, 3)).astype("float32")
 
@@ -99,23 +99,23 @@ CASES = {
     # Arithmetic and promotion.
     "add": (lambda x, y: x + y, [F, "float32[T,6]"]),
     "add scalar": (lambda x: x + 1.5, [F]),
-    "add int and float": (lambda x, y: x + y[:, :, None], [F, I]),
-    "int plus python float": (lambda x: x + 0.5, [I]),
+    "add int and float": (lambda x, y: x + y[:, :, None], [F, N]),
+    "int plus python float": (lambda x: x + 0.5, [N]),
     "add bool": (lambda x, y: ops.add(x, y), [M, M]),
     "subtract from scalar": (lambda x: 1.0 - x, [F]),
     "multiply": (lambda x, y: x * y, [F, "float32[6]"]),
-    "multiply int": (lambda x: x * 3, [I]),
+    "multiply int": (lambda x: x * 3, [N]),
     "divide": (lambda x, y: x / (ops.abs(y) + 1.0), [F, F]),
-    "divide int": (lambda x: x / 3, [I]),
+    "divide int": (lambda x: x / 3, [N]),
     "true divide": (lambda x: ops.true_divide(x, 2), [F]),
-    "floor divide": (lambda x: (x - 3) // 2, [I]),
+    "floor divide": (lambda x: (x - 3) // 2, [N]),
     "floor divide float": (lambda x: ops.floor_divide(x, 0.3), [F]),
-    "mod": (lambda x: (x - 3) % 4, [I]),
+    "mod": (lambda x: (x - 3) % 4, [N]),
     "mod float": (lambda x: ops.mod(x, 0.7), [F]),
-    "mod negative divisor": (lambda x: ops.mod(x, -3), [I]),
-    "divide no nan": (lambda x, y: ops.divide_no_nan(x, ops.cast(y, "float32")[:, :, None]), [F, I]),
+    "mod negative divisor": (lambda x: ops.mod(x, -3), [N]),
+    "divide no nan": (lambda x, y: ops.divide_no_nan(x, ops.cast(y, "float32")[:, :, None]), [F, N]),
     "power": (lambda x: ops.abs(x) ** 1.5, [F]),
-    "power int": (lambda x: x**3, [I]),
+    "power int": (lambda x: x**3, [N]),
     "negative": (lambda x: -x, [F]),
     "abs square sqrt": (lambda x: ops.sqrt(ops.abs(ops.square(x) - 1.0)), [F]),
     "rsqrt": (lambda x: ops.rsqrt(ops.abs(x) + 1.0), [F]),
@@ -132,20 +132,20 @@ CASES = {
     "reciprocal": (lambda x: ops.reciprocal(ops.abs(x) + 1.0), [F]),
     "maximum minimum": (lambda x, y: ops.maximum(x, 0.5) + ops.minimum(x, y), [F, F]),
     "clip": (lambda x: ops.clip(x, -0.5, 0.7), [F]),
-    "clip int": (lambda x: ops.clip(x, 1, 3), [I]),
+    "clip int": (lambda x: ops.clip(x, 1, 3), [N]),
     "logaddexp": (lambda x, y: ops.logaddexp(x, y), [F, F]),
-    "narrow integers": (lambda x: ops.cast(x, "int8") + ops.cast(x, "uint8"), [I]),
+    "narrow integers": (lambda x: ops.cast(x, "int8") + ops.cast(x, "uint8"), [N]),
     # Comparisons, logic, selection.
     "compare": (lambda x, y: [x < y, x <= y, x > y, x >= y], [F, F]),
-    "equal": (lambda x: [ops.equal(x, 2), ops.not_equal(x, 0)], [I]),
+    "equal": (lambda x: [ops.equal(x, 2), ops.not_equal(x, 0)], [N]),
     "equal bool": (lambda x, y: ops.equal(x, y), [M, M]),
-    "compare int with float": (lambda x: ops.greater(x, 1.5), [I]),
+    "compare int with float": (lambda x: ops.greater(x, 1.5), [N]),
     "logical": (lambda x, y: [x & y, ops.logical_or(x, y), ops.logical_xor(x, y), ops.logical_not(x)], [M, M]),
-    "bitwise": (lambda x: ops.bitwise_and(x, x + 1) + ops.bitwise_or(x, x * 2), [I]),
+    "bitwise": (lambda x: ops.bitwise_and(x, x + 1) + ops.bitwise_or(x, x * 2), [N]),
     "isfinite": (lambda x: [ops.isnan(x / x), ops.isinf(1 / x), ops.isfinite(1 / x)], ["float32[B,T]"]),
     "where": (lambda m, x: ops.where(m[:, :, None], x, -1.0), [M, F]),
     "where bool": (lambda m, x: ops.where(m, x, ops.logical_not(x)), [M, M]),
-    "where int": (lambda m, x: ops.where(m, x, 7), [M, I]),
+    "where int": (lambda m, x: ops.where(m, x, 7), [M, N]),
     "casts": (lambda x: [ops.cast(x * 3.0, "int32"), ops.cast(x, "bool"), ops.cast(x, "float16")], [F]),
     "cast of a size": (lambda x: x / ops.cast(ops.shape(x)[1], "float32"), [F]),
     "a size as number": (lambda x: ops.multiply(x, ops.shape(x)[1]), [F]),
@@ -161,17 +161,17 @@ CASES = {
     "transpose": (lambda x: [ops.transpose(x), ops.transpose(x, (1, 0, 2)), ops.swapaxes(x, 0, -1)], [F]),
     "moveaxis": (lambda x: ops.moveaxis(x, (0, 2), (2, 0)), [F]),
     "expand squeeze": (lambda x: ops.squeeze(ops.expand_dims(ops.expand_dims(x, -1), 1), 1), [F]),
-    "concatenate": (lambda x, y: ops.concatenate([x, y[:, :, None]], axis=-1), [F, I]),
+    "concatenate": (lambda x, y: ops.concatenate([x, y[:, :, None]], axis=-1), [F, N]),
     "concatenate lengths": (lambda x, y: ops.concatenate([x, y], axis=1), [F, "float32[B,S,6]"]),
     "stack": (lambda x, y: ops.stack([x, y * 2.0], axis=-2), [F, F]),
     "unstack": (lambda x: ops.unstack(x, axis=-1), [F]),
     "split": (lambda x: ops.split(x, 3, axis=-1), [F]),
     "split at": (lambda x: ops.split(x, [1, 4], axis=-1), [F]),
     "take": (lambda x, i: ops.take(x, i, axis=-1), [F, "int32[3]"]),
-    "take rows": (lambda i: ops.take(weight, i, axis=0), [I]),
+    "take rows": (lambda i: ops.take(weight, i, axis=0), [N]),
     "take negative": (lambda x: ops.take(x, np.array([-1, 0]), axis=2), [F]),
-    "take flat": (lambda i: ops.take(weight, i), [I]),
-    "take along axis": (lambda x, i: ops.take_along_axis(x, ops.expand_dims(i, -1) % 6, axis=-1), [F, I]),
+    "take flat": (lambda i: ops.take(weight, i), [N]),
+    "take along axis": (lambda x, i: ops.take_along_axis(x, ops.expand_dims(i, -1) % 6, axis=-1), [F, N]),
     "slices": (lambda x: [x[:, :1], x[:, -1:], x[..., 1:5:2], x[:, :, ::-1], x[:1, 0:, 2]], [F]),
     "index": (lambda x: [x[:, 0], x[:, -1], x[:, :, -2], x[0]], [F]),
     "new axes": (lambda x: [x[:, None, :, None], x[..., None], x[None, :, 0]], [F]),
@@ -184,12 +184,12 @@ CASES = {
     ),
     "slice update": (lambda x, y: ops.slice_update(x, (0, 0, 2), y), [F, "float32[B,T,3]"]),
     "slice update twice": (lambda x, y: ops.slice_update(x, (0, 1, 2), y), ["float32[B,S,6]", "float32[B,1,3]"]),
-    "broadcast to": (lambda x: ops.broadcast_to(x[:, :, None], (*ops.shape(x), 4)), [I]),
+    "broadcast to": (lambda x: ops.broadcast_to(x[:, :, None], (*ops.shape(x), 4)), [N]),
     "repeat": (lambda x: [ops.repeat(x, 2, axis=1), ops.repeat(x, 3, axis=-1)], [F]),
     "repeat each": (lambda x: ops.repeat(x, np.array([1, 0, 2, 1, 3, 1]), axis=-1), [F]),
     "tile": (lambda x: ops.tile(x, (1, 2, 1)), [F]),
     "pad": (lambda x: ops.pad(x, ((0, 0), (1, 2), (0, 1))), [F]),
-    "pad with": (lambda x: ops.pad(x, ((0, 0), (1, 0)), constant_values=7), [I]),
+    "pad with": (lambda x: ops.pad(x, ((0, 0), (1, 0)), constant_values=7), [N]),
     "flip": (lambda x: ops.flip(x, axis=1), [F]),
     "roll": (lambda x: [ops.roll(x, 2, axis=-1), ops.roll(x, -1, axis=1)], [F]),
     "tril triu": (lambda x: [ops.tril(x, k=-1), ops.triu(x, k=1)], [F]),
@@ -198,12 +198,12 @@ CASES = {
     "sum": (lambda x: [ops.sum(x), ops.sum(x, axis=1), ops.sum(x, axis=(0, -1), keepdims=True)], [F]),
     "sum of bool": (lambda x: ops.sum(x, axis=-1), [M]),
     "mean": (lambda x: [ops.mean(x, axis=-1, keepdims=True), ops.mean(x)], [F]),
-    "mean of int": (lambda x: ops.mean(x, axis=-1), [I]),
+    "mean of int": (lambda x: ops.mean(x, axis=-1), [N]),
     "max min": (lambda x: [ops.max(x, axis=1), ops.min(x, axis=-1), ops.max(x, axis=1, initial=0.5)], [F]),
-    "max of int": (lambda x: ops.max(x, axis=1), [I]),
+    "max of int": (lambda x: ops.max(x, axis=1), [N]),
     "prod": (lambda x: ops.prod(x, axis=-1), [F]),
     "all any": (lambda x: [ops.all(x, axis=-1), ops.any(x, axis=0), ops.any(x)], [M]),
-    "count nonzero": (lambda x: ops.count_nonzero(x, axis=-1), [I]),
+    "count nonzero": (lambda x: ops.count_nonzero(x, axis=-1), [N]),
     "var std": (lambda x: [ops.var(x, axis=-1), ops.std(x, axis=(1, 2), keepdims=True)], [F]),
     "moments": (lambda x: list(ops.moments(x, axes=[-1])), [F]),
     "logsumexp": (lambda x: ops.logsumexp(x * 30.0, axis=-1), [F]),
@@ -240,7 +240,7 @@ CASES = {
     "log sigmoid": (lambda x: [ops.log_sigmoid(x), ops.tanh_shrink(x)], [F]),
     "glu": (lambda x: ops.glu(x, axis=-1), [F]),
     "softmax": (lambda x: [ops.softmax(x), ops.softmax(x, axis=(1, 2)), ops.log_softmax(x, axis=-1)], [F]),
-    "one hot": (lambda x: [ops.one_hot(x, 4), ops.one_hot(x, 3, axis=1, dtype="int32")], [I]),
+    "one hot": (lambda x: [ops.one_hot(x, 4), ops.one_hot(x, 3, axis=1, dtype="int32")], [N]),
     "layer norm": (
         lambda x: ops.layer_normalization(x, np.arange(6, dtype="float32"), np.ones(6, "float32"), epsilon=1e-3),
         [F],
@@ -255,16 +255,16 @@ CASES = {
     ),
     "normalize": (lambda x: ops.normalize(x, axis=-1), [F]),
     # Tensors from numbers.
-    "arange": (lambda x: ops.arange(ops.shape(x)[1])[None, :] + x, [I]),
+    "arange": (lambda x: ops.arange(ops.shape(x)[1])[None, :] + x, [N]),
     "arange float": (lambda x: x[:, :, 0] * ops.arange(0, ops.shape(x)[1], dtype="float32"), [F]),
     "zeros ones": (lambda x: ops.concatenate([x, ops.ones((ops.shape(x)[0], 2, 6)), ops.zeros_like(x)], 1), [F]),
-    "full": (lambda x: ops.full(ops.shape(x), 3, dtype="int32") + ops.full_like(x, 2), [I]),
+    "full": (lambda x: ops.full(ops.shape(x), 3, dtype="int32") + ops.full_like(x, 2), [N]),
     "tri": (lambda x: ops.matmul(ops.tri(ops.shape(x)[1], dtype="float32"), x), [F]),
     "eye": (lambda x: ops.matmul(ops.eye(ops.shape(x)[1], dtype="float32"), x), [F]),
     # Our operations.
-    "causal mask": (lambda x, y: kt.causal_mask(x, y), [I, "int32[B,S]"]),
+    "causal mask": (lambda x, y: kt.causal_mask(x, y), [N, "int32[B,S]"]),
     "square causal mask": (lambda x: kt.square_causal_mask(x), [F]),
-    "sinusoids": (lambda x: kt.sinusoidal_encoding(x * 1000 + 3, 7), [I]),
+    "sinusoids": (lambda x: kt.sinusoidal_encoding(x * 1000 + 3, 7), [N]),
     "sinusoids from the start": (lambda x: x + kt.sinusoidal_encoding(kt.positions(ops.shape(x)[1]), 6), [F]),
     "write at slot": (
         lambda c, k: list(kt.write_cache((c, c * 2.0), k, k, start=1)),
@@ -276,3 +276,323 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_operation_equals_keras(name):
     compare(*CASES[name])
+
+
+# Attention.
+
+X, H4 = "float32[B,T,8]", "float32[B,T,2,4]"
+
+
+def test_attention_takes_projected_heads_without_transposes():
+    layer = layers.MultiHeadSelfAttention(2)
+    layer.build((None, None, 8))
+    proto = compare(layer, [X], {"attention": layer})
+    assert histogram(proto) == {"MatMul": 4, "Add": 4, "Attention": 1}
+    (node,) = (node for node in proto.graph.node if node.op_type == "Attention")
+    assert {a.name: a.i for a in node.attribute} == {"q_num_heads": 2, "kv_num_heads": 2}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_keras_attention_is_one_node(dropout):
+    layer = keras.layers.MultiHeadAttention(2, 4, value_dim=5, dropout=dropout)
+    layer.build((None, None, 8), (None, None, 8))
+    if dropout:
+        # Keras infers the query's width for the fused form whatever the value's is.
+        assert histogram(compare(lambda x: layer(x, x), [X], {"a": layer})) == {"MatMul": 4, "Add": 4, "Attention": 1}
+    layer = keras.layers.MultiHeadAttention(2, 4, dropout=dropout)
+    layer.build((None, None, 8), (None, None, 8))
+    causal = compare(lambda x: layer(x, x, use_causal_mask=True), [X], {"a": layer})
+    assert histogram(causal).get("Attention") == 1 and histogram(causal)["MatMul"] == 4
+    # Some rows of the mask are empty: Keras' fused form gives the mean there, the other 0.
+    masked = lambda x, m: layer(x, x, attention_mask=m)  # noqa: E731
+    counts = histogram(compare(masked, [X, "bool[B,T,T]"], {"a": layer}))
+    assert counts["Attention"] == 1 and "Softmax" not in counts and "Transpose" not in counts
+    both = lambda x, m: layer(x, x, attention_mask=m[:, None, :], use_causal_mask=True)  # noqa: E731
+    counts = histogram(compare(both, [X, M], {"a": layer}))
+    assert counts["Attention"] == 1 and "CumSum" not in counts and "Softmax" not in counts
+
+
+def test_keras_attention_with_scores():
+    layer = keras.layers.MultiHeadAttention(2, 4)
+    layer.build((None, None, 8), (None, None, 8))
+    scores = lambda x, m: layer(x, x, attention_mask=m, return_attention_scores=True)  # noqa: E731
+    counts = histogram(compare(scores, [X, "bool[B,T,T]"], {"a": layer}, sizes=[(2, 3), (3, 5)]))
+    assert counts["Softmax"] == 1 and "Attention" not in counts
+
+
+@pytest.mark.parametrize("mask", ["bool[B,T]", "bool[B,1,T,T]", "bool[B,2,1,T]", "bool[1,T,T]"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_attention(mask, causal):
+    def function(q, k, v, m):
+        m = m[:, None, :] if len(m.shape) == 2 else m
+        return kt.attention(q, k, v, mask=m, causal=causal)
+
+    counts = histogram(compare(function, [H4, H4, H4, mask]))
+    assert counts["Attention"] == 1 and "Where" not in counts and "Einsum" not in counts
+
+
+def test_empty_rows_are_zero():
+    proto, graph = build(lambda q, m: kt.attention(q, q, q, mask=m), [H4, "bool[B,T,T]"])
+    mask = np.ones((2, 3, 3), bool)
+    mask[0, 1] = False
+    query = np.random.default_rng(0).normal(size=(2, 3, 2, 4)).astype("float32")
+    (output,) = session(proto).run(None, {"x0": query, "x1": mask})
+    assert (output[0, 1] == 0).all() and (output[0, 0] != 0).all()
+
+
+def test_mask_of_the_causal_mask_layer_becomes_is_causal():
+    def with_flag(q, m):
+        return kt.attention(q, q, q, mask=m[:, None, :], causal=True)
+
+    def with_mask(q, m):
+        return kt.attention(q, q, q, mask=ops.logical_and(m[:, None, :], kt.square_causal_mask(q)))
+
+    assert histogram(compare(with_flag, [H4, M])) == histogram(compare(with_mask, [H4, M]))
+    alone = compare(lambda q: kt.attention(q, q, q, mask=kt.square_causal_mask(q)), [H4])
+    assert histogram(alone) == {"Reshape": 2, "Attention": 1}
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("weights", [False, True])
+def test_grouped_heads(heads, weights):
+    function = lambda q, k, m: kt.attention(q, k, k, mask=m, scale=0.3, return_weights=weights)  # noqa: E731
+    counts = histogram(compare(function, ["float32[B,T,4,3]", f"float32[B,S,{heads},3]", "bool[B,T,S]"]))
+    assert counts.get("Attention", 0) == (not weights)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_with_weights(causal):
+    function = lambda q, m: kt.attention(q, q, q, mask=m, causal=causal, return_weights=True)  # noqa: E731
+    compare(function, [H4, "bool[B,T,T]"])
+
+
+def test_dot_product_attention():
+    def function(q, k, v, bias):
+        return ops.dot_product_attention(q, k, v, bias=bias, scale=0.7)
+
+    compare(function, [H4, "float32[B,S,2,4]", "float32[B,S,2,4]", "float32[B,1,T,S]"])
+    compare(lambda q: ops.dot_product_attention(q, q, q, is_causal=True), [H4])
+
+
+def test_attention_in_single_steps_becomes_one_node():
+    def function(q, k, v, bias):
+        q, k, v = (ops.transpose(x, (0, 2, 1, 3)) for x in (q, k, v))
+        scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) / 2.0 + bias
+        return ops.transpose(ops.matmul(ops.softmax(scores, axis=-1), v), (0, 2, 1, 3))
+
+    shapes = [H4, "float32[B,S,2,4]", "float32[B,S,2,4]", "float32[B,1,1,S]"]
+    counts = histogram(compare(function, shapes, sizes=[(2, 3), (3, 5)]))
+    assert counts["Attention"] == 1 and not {"Softmax", "MatMul", "Transpose"} & set(counts)
+
+
+CACHE = "float32[B,2,P,4]"
+
+
+def heads_first(x):
+    return ops.transpose(x, (0, 2, 1, 3))
+
+
+def test_appended_cache_becomes_past_and_present():
+    layer = layers.MultiHeadSelfAttention(2)
+    layer.build((None, None, 8))
+
+    def step(x, mask, past_key, past_value):
+        past = heads_first(past_key), heads_first(past_value)
+        y, present = layer(x, attention_mask=mask, cache=past)
+        return y, heads_first(present[0]), heads_first(present[1])
+
+    proto = compare(step, [X, "bool[B,T,P+T]", CACHE, CACHE], {"a": layer})
+    assert histogram(proto) == {"MatMul": 4, "Add": 4, "Attention": 1, "Unsqueeze": 1}
+    (node,) = (node for node in proto.graph.node if node.op_type == "Attention")
+    assert list(node.input[4:]) == ["x2", "x3"]
+    assert list(node.output[1:]) == [output.name for output in proto.graph.output][1:]
+
+
+def test_appended_cache_that_is_used_otherwise():
+    def function(k, v, past):
+        cache = heads_first(past)
+        keys, values = kt.write_cache((cache, cache), k, v)
+        total = ops.sum(keys, axis=1)
+        return kt.attention(k, keys, values), total
+
+    compare(function, [H4, H4, CACHE], sizes=[(2, 3), (3, 5)])
+    causal = lambda k, past: ops.dot_product_attention(  # noqa: E731
+        k, *kt.write_cache((heads_first(past),) * 2, k, k), is_causal=True
+    )
+    assert histogram(compare(causal, [H4, CACHE], sizes=[(2, 3)]))["Concat"] == 1
+
+
+def test_cached_keys_of_a_memory_are_taken_heads_first():
+    layer = layers.CrossAttention(2)
+    layer.build((None, None, 8), (None, None, 8))
+
+    def step(x, key, value, mask):
+        return layer(x, cache=(heads_first(key), heads_first(value)), padding_mask=mask)
+
+    memory = "float32[B,2,S,4]"
+    counts = histogram(compare(step, [X, memory, memory, "bool[B,S]"], {"a": layer}))
+    assert counts["Attention"] == 1 and counts["Transpose"] == 2 and counts["MatMul"] == 2
+
+
+# Whole blocks.
+
+
+def block_counts(**extra):
+    return {"MatMul": 6, "Add": 4, "Sum": 2, "LayerNormalization": 2, "Attention": 1, "Relu": 1} | extra
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_block(norm_first):
+    block = layers.TransformerEncoderBlock(2, 12, norm_first=norm_first, dropout=0.1)
+    block.build((None, None, 8))
+    assert histogram(compare(block, [X], {"block": block})) == block_counts()
+    masked = compare(lambda x, m: block(x, padding_mask=m), [X, M], {"block": block})
+    assert histogram(masked) == block_counts(Unsqueeze=1, Shape=1, Concat=1, Expand=1)
+
+
+def test_runtime_keeps_the_residual_sums(tmp_path):
+    """ONNX Runtime's own optimiser finds nothing to turn into its slow SkipLayerNormalization."""
+    block = layers.TransformerEncoderBlock(2, 12, activation="gelu")
+    block.build((None, None, 8))
+    proto, _ = build(lambda x: block(x * 2.0 + 1.0), [X], {"block": block})
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found = {node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node}
+    assert {"Sum", "LayerNormalization", "Attention"} <= found
+    assert not {"SkipLayerNormalization", "Einsum", "EmbedLayerNormalization"} & found
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
+def test_half_precision(policy):
+    block = layers.TransformerEncoderBlock(2, 12, dtype=policy)
+    block.build((None, None, 8))
+    # One rounding of float16 is 5e-4, and layer norm brings every value to about 1.
+    compare(block, ["float16[B,T,8]"], {"block": block}, tolerance=6e-3)
+
+
+LAYERS = {
+    "embedding": (lambda: keras.layers.Embedding(5, 4, mask_zero=True), N),
+    "dense": (lambda: keras.layers.Dense(3, activation="gelu"), F),
+    "einsum dense": (lambda: keras.layers.EinsumDense("bti,ij->btj", (None, 3), bias_axes="j"), F),
+    "layer norm": (lambda: keras.layers.LayerNormalization(epsilon=1e-3), F),
+    "rms norm": (lambda: keras.layers.RMSNormalization(), F),
+    "batch norm": (lambda: keras.layers.BatchNormalization(), F),
+    "softmax": (lambda: keras.layers.Softmax(), F),
+    "dropout": (lambda: keras.layers.Dropout(0.3), F),
+    "noise": (lambda: keras.layers.GaussianNoise(0.3), F),
+    "spatial dropout": (lambda: keras.layers.SpatialDropout1D(0.3), F),
+    "average": (lambda: keras.layers.GlobalAveragePooling1D(), F),
+    "maximum": (lambda: keras.layers.GlobalMaxPooling1D(), F),
+    "permute": (lambda: keras.layers.Permute((2, 1)), F),
+    "repeat vector": (lambda: keras.layers.RepeatVector(3), "float32[B,6]"),
+    "flatten": (lambda: keras.layers.Flatten(), "float32[B,3,6]"),
+    "unit norm": (lambda: keras.layers.UnitNormalization(), F),
+    "prelu": (lambda: keras.layers.PReLU(shared_axes=[1]), F),
+    "zero padding": (lambda: keras.layers.ZeroPadding1D((1, 2)), F),
+    "cropping": (lambda: keras.layers.Cropping1D((0, 0)), F),
+    "up sampling": (lambda: keras.layers.UpSampling1D(2), F),
+    "rescaling": (lambda: keras.layers.Rescaling(0.5, 1.0), F),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_equals_keras(name):
+    make, text = LAYERS[name]
+    layer = make()
+    layer.build(tuple(dim if isinstance(dim, int) else None for dim in spec("x", text).shape))
+    assert "Einsum" not in histogram(compare(layer, [text], {"layer": layer}))
+
+
+@pytest.mark.parametrize("mask", ["bool[B,1,T,T]", "int32[B,1,1,T]"])
+def test_softmax_layer_with_a_mask(mask):
+    layer = keras.layers.Softmax()
+    compare(lambda x, m: layer(x, mask=m), ["float32[B,2,T,T]", mask], {"softmax": layer}, sizes=[(2, 3), (3, 5)])
+
+
+# The graph around the rules.
+
+
+def test_equal_graphs_have_equal_bytes():
+    block = layers.TransformerEncoderBlock(2, 12)
+    block.build((None, None, 8))
+    keras.layers.Dense(3)  # moves Keras' automatic names on
+    protos = [build(lambda x, m: block(x, padding_mask=m), [X, M], {"block": block})[0] for _ in range(2)]
+    assert protos[0].SerializeToString(deterministic=True) == protos[1].SerializeToString(deterministic=True)
+    names = [node.name for node in protos[0].graph.node]
+    assert len(set(names)) == len(names)
+    assert "block/self_attention/query_dense/MatMul" in names
+    assert all(not name.split("/")[-1].startswith("val_") for name in names)
+
+
+def test_shapes_are_named():
+    proto, _ = build(lambda x, m: ops.concatenate([x, m], axis=1), ["float32[B,P,3]", "float32[B,T,3]"])
+    (output,) = proto.graph.output
+    dims = [dim.dim_param or dim.dim_value for dim in output.type.tensor_type.shape.dim]
+    assert dims == ["batch", str(add(P, T)), 3]
+    assert {entry.version for entry in proto.opset_import} == {23} and proto.ir_version == 10
+
+
+def test_a_size_that_is_only_seen_in_a_sum():
+    compare(lambda x, y: ops.arange(ops.shape(y)[1] - ops.shape(x)[1]), ["float32[B,T]", "float32[B,P+T]"])
+
+
+def test_tied_weights_are_stored_once():
+    embedding = layers.TokenEmbedding(5, 6)
+    embedding.build((None, None))
+    proto = compare(lambda ids: embedding(embedding(ids), reverse=True), [N], {"embedding": embedding})
+    assert sum(int(np.prod(i.dims)) == 30 for i in proto.graph.initializer) == 1
+    assert histogram(proto)["Transpose"] == 1
+
+
+def test_a_constant_that_equals_a_weight_refers_to_it():
+    dense = keras.layers.Dense(11, use_bias=False)
+    dense.build((None, 7))
+    value = ops.convert_to_numpy(dense.kernel)
+    proto = compare(lambda x: ops.matmul(dense(x), value.T), ["float32[B,7]"], {"dense": dense})
+    assert [tuple(i.dims) for i in proto.graph.initializer] == [(7, 11)]
+
+
+def test_outputs_may_be_inputs_and_repeat():
+    proto = compare(lambda x: [x, x * 2.0, x * 2.0], [F])
+    assert len({output.name for output in proto.graph.output}) == 3
+
+
+def test_an_operation_without_a_rule_is_named():
+    class Unknown(keras.Operation):
+        def call(self, x):
+            return x + 1
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, x.dtype)
+
+    class Wrapper(keras.layers.Layer):
+        def call(self, x):
+            return Unknown()(x)
+
+    layer = Wrapper()
+    graph = traced(layer, [F], {"outer": layer})
+    with pytest.raises(UnsupportedOperationError) as error:
+        lower(graph)
+    for part in ("Unknown", "outer", "test_lowering.py", "float32(batch, length, 6)", "register_lowering"):
+        assert part in str(error.value)
+
+    @register_lowering(Unknown)
+    def rule(g, node, x):
+        return g.op("Add", x, g.scalar(1, x.dtype))
+
+    compare(layer, [F], {"outer": layer})
+    assert find_rule(type("Derived", (Unknown,), {})) is rule
+
+
+def test_a_case_that_a_rule_does_not_cover_is_named():
+    graph = traced(lambda x: ops.einsum("bii->bi", x), ["float32[B,3,3]"])
+    with pytest.raises(UnsupportedOperationError, match="diagonal"):
+        lower(graph)
+
+
+def test_empty_graph_value():
+    value = ir.Value((B, 3), "float32", "x")
+    proto = onnx_ir.to_proto(lower(ir.Graph((B,), [value], [value], ["y"], [], [])))
+    assert [node.op_type for node in proto.graph.node] == ["Identity"]

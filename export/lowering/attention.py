@@ -6,10 +6,11 @@ import dataclasses
 
 import numpy as np
 from keras.src.ops import nn
+from keras.src.ops import numpy as knp
 
 from keras_transformer import ops
 from keras_transformer.export.builder import GraphBuilder, Tensor
-from keras_transformer.export.lowering.elementwise import add, compute_dtype, promoted, to_bool
+from keras_transformer.export.lowering.elementwise import add, compare, compute_dtype, promoted, to_bool
 from keras_transformer.export.lowering.registry import register_lowering
 from keras_transformer.export.lowering.shaping import slice_update
 from keras_transformer.export.lowering.sources import steps
@@ -28,12 +29,30 @@ class _Causal:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Steps:
+    """The tensor counts 1, 2, … along one axis, as Keras' attention does to make a causal mask."""
+
+    axis: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Appended:
     """The tensor is `past` (B, K, P, H) followed by `new` (B, T, K, H); `joined` is both, heads first."""
 
     past: Tensor
     new: Tensor
     joined: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """The tensor is softmax(scale · left @ right) of heads-first operands, hidden where `mask` says so."""
+
+    left: Tensor
+    right: Tensor
+    scale: float
+    mask: Tensor | None
+    causal: bool
 
 
 @register_lowering(ops.Attention)
@@ -44,8 +63,8 @@ def _attention(g, node, query, key, value, mask=None):
         causal = causal or found
     if mask is not None and mask.rank == 3:
         mask = g.unsqueeze(mask, [1])
-    weights = node.attributes["return_weights"]
-    return attend(g, query, key, value, mask, causal, node.attributes["scale"], weights)
+    write = attend_with_weights if node.attributes["return_weights"] else attend
+    return write(g, query, key, value, mask, causal, node.attributes["scale"])
 
 
 @register_lowering(nn.DotProductAttention)
@@ -81,8 +100,7 @@ def attend(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
-    return_weights: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """One `Attention` node.
 
     Args:
@@ -93,19 +111,21 @@ def attend(
         mask: (B|1, N|1, T|1, S), boolean (True = may attend) or added to the scores.
         causal: position t attends to 0 … t.
         scale: factor of the scores; `H ** -0.5` if None.
-        return_weights: whether to return the attention weights too.
 
     Returns:
-        The output (B, T, N, W), or the pair (output, weights (B, N, T, S)). Rows in which a boolean mask hides
-        everything are 0.
+        The output (B, T, N, W). Rows in which a boolean mask hides everything are 0.
     """
     dtype = promoted(query, key, value)
     query, key, value = (g.cast(x, dtype) for x in (query, key, value))
+    query, factor = _unscaled(g, query)
+    if factor != 1.0:
+        scale = factor * (query.shape[-1] ** -0.5 if scale is None else scale)
     (batch, length, num_heads, _), (_, slots, num_kv_heads, _) = query.shape, key.shape
     if mask is not None:
         # ONNX Runtime rejects a mask that broadcasts over the queries.
         mask = g.expand(mask, (*mask.shape[:2], length, slots))
-    past = _past_of(g, key, value)
+    # With past keys `is_causal` counts from the last key, without them (and in Keras) from the first.
+    past = None if causal else _past_of(g, key, value)
     if past is not None:
         key, value = past[0].new, past[1].new
     # With the heads last a reshape undone is enough; whatever stands with its heads first is best taken so.
@@ -120,7 +140,7 @@ def attend(
         shape = (batch, num_heads, length, value.shape[3])
     joined = [] if past is None else [side.joined for side in past]
     present = [((batch, num_kv_heads, slots, x.shape[3]), dtype) for x in (key, value)]
-    output, *presents, weights = g.op(
+    output, *presents = g.op(
         "Attention",
         *tensors,
         mask,
@@ -129,17 +149,46 @@ def attend(
         scale=None if scale is None else float(scale),
         # The softmax in float32 under half precision, as Keras has it.
         softmax_precision=1 if dtype in ("float16", "bfloat16") else None,
-        qk_matmul_output_mode=3 if return_weights else None,
         **heads,
-        outputs=[(shape, dtype), *present, ((batch, num_heads, length, slots), dtype)],
+        outputs=[(shape, dtype), *present],
     )
     for old, new in zip(joined, presents, strict=False):
         g.replace(old, new)
     if flat:
-        output = g.reshape(output, (batch, length, num_heads, value.shape[3]))
-    else:
-        output = g.transpose(output, _HEADS_FIRST)
-    return (output, weights) if return_weights else output
+        return g.reshape(output, (batch, length, num_heads, value.shape[3]))
+    return g.transpose(output, _HEADS_FIRST)
+
+
+def attend_with_weights(
+    g: GraphBuilder, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention that also gives its weights (B, N, T, S), with a boolean mask, in single steps.
+
+    `Attention` could return them, but ONNX infers a length of 0 for that output where the length is free.
+    """
+    dtype = promoted(query, key, value)
+    query, key, value = (g.cast(x, dtype) for x in (query, key, value))
+    groups = query.shape[2] // key.shape[2]
+    if groups > 1:
+        key, value = (
+            g.reshape(
+                g.expand(g.unsqueeze(x, [3]), (*x.shape[:3], groups, x.shape[3])),
+                (*x.shape[:2], query.shape[2], x.shape[3]),
+            )
+            for x in (key, value)
+        )
+    if causal:
+        square = g.unsqueeze(_square_mask(g, query.shape[1], key.shape[1]), [0, 1])
+        mask = square if mask is None else g.op("And", mask, square, dtype="bool")
+    query = g.op("Mul", query, g.scalar(query.shape[-1] ** -0.5 if scale is None else scale, dtype))
+    scores = g.matmul(g.transpose(query, _HEADS_FIRST), g.transpose(key, (0, 2, 3, 1)))
+    scores = g.cast(scores, "float64" if dtype == "float64" else "float32")
+    if mask is not None:
+        scores = g.op("Where", mask, scores, g.scalar(-1e30, scores.dtype), dtype=scores.dtype)
+    weights = g.cast(g.op("Softmax", scores, axis=-1), dtype)
+    if mask is not None:
+        weights = g.op("Where", mask, weights, g.scalar(0.0, dtype), dtype=dtype)
+    return g.transpose(g.matmul(weights, g.transpose(value, _HEADS_FIRST)), _HEADS_FIRST), weights
 
 
 def _past_of(g, key, value) -> tuple[_Appended, _Appended] | None:
@@ -156,12 +205,75 @@ def _split_causal(g, mask) -> tuple[Tensor | None, bool]:
     """(mask, False), or what is left of `mask` and True if it holds the causal mask."""
     if isinstance(g.facts.get(mask.value), _Causal):
         return None, True
+    inner = g.producer(mask, "Unsqueeze")
+    if inner is not None and max(inner[1].array) < mask.rank - 2:
+        rest, causal = _split_causal(g, inner[0])
+        return (rest if rest is None else g.unsqueeze(rest, inner[1].array.tolist())), causal
     both = g.producer(mask, "And")
     if both is not None and both[0].rank == both[1].rank:
         for one, other in (both, both[::-1]):
             if isinstance(g.facts.get(one.value), _Causal):
                 return other, True
     return mask, False
+
+
+# Attention that is written as two products around a softmax.
+
+
+def note_softmax(g: GraphBuilder, node, weights: Tensor, scores: Tensor, mask: Tensor | None = None) -> None:
+    """Remembers `weights`, the softmax of `scores` over the last axis and 0 where the boolean `mask` is False."""
+    if g.is_output(node.outputs[0]):
+        return
+    causal = False
+    shifted = g.producer(scores, "Add")
+    if shifted is not None and mask is None:
+        for one, other in (shifted, shifted[::-1]):
+            if one.shape == scores.shape and other.rank <= 4 and _scaled(g, one)[0] is not None:
+                scores, mask = one, g.unsqueeze(other, list(range(4 - other.rank)))
+                break
+    elif mask is not None:
+        mask, causal = _split_causal(g, mask)
+        mask = mask if mask is None else g.unsqueeze(mask, list(range(4 - mask.rank)))
+    product, scale = _scaled(g, scores)
+    if product is not None:
+        g.facts[weights.value] = _Weights(*product, scale, mask, causal)
+
+
+def _scaled(g, scores) -> tuple[tuple[Tensor, Tensor] | None, float]:
+    """The operands of the product of heads behind `scores`, and the factor between."""
+    scores, scale = _unscaled(g, scores)
+    operands = g.producer(scores, "MatMul")
+    if operands is None or any(x.rank != 4 for x in operands):
+        return None, scale
+    left, right = operands
+    return (operands if left.shape[:2] == right.shape[:2] else None), scale
+
+
+def _unscaled(g, x) -> tuple[Tensor, float]:
+    """`x` as a tensor times a number."""
+    scale = 1.0
+    while (operands := g.producer(x, "Mul", "Div")) is not None:
+        inner, factor = operands
+        divides = x.value.producer().op_type == "Div"
+        if inner.array is not None and not divides:
+            inner, factor = factor, inner
+        if factor.array is None or factor.array.size != 1 or inner.shape != x.shape:
+            break
+        scale *= 1 / float(factor.array.item()) if divides else float(factor.array.item())
+        x = inner
+    return x, scale
+
+
+def weighted_sum(g: GraphBuilder, weights: Tensor, values: Tensor) -> Tensor | None:
+    """`weights @ values` as one Attention node if `weights` are attention weights (B, N, T, S); otherwise None."""
+    known = g.facts.get(weights.value)
+    if not isinstance(known, _Weights) or values.rank != 4 or values.shape[:2] != known.left.shape[:2]:
+        return None
+    query = g.transpose(known.left, _HEADS_FIRST)
+    key = g.transpose(known.right, (0, 3, 1, 2))
+    value = g.transpose(values, _HEADS_FIRST)
+    output = attend(g, query, key, value, known.mask, known.causal, known.scale)
+    return g.transpose(output, _HEADS_FIRST)
 
 
 @register_lowering(ops.WriteCache)
@@ -194,6 +306,27 @@ def _square_causal_mask(g, node, x):
     mask = g.unsqueeze(_square_mask(g, x.shape[1], x.shape[1]), [0])
     g.facts[mask.value] = _Causal()
     return mask
+
+
+def note_steps(g: GraphBuilder, x: Tensor, source: Tensor, axis: int) -> None:
+    """Remembers that `x`, the cumulative sum of `source` along `axis`, counts 1, 2, … if it does."""
+    filled = g.producer(source, "Expand")
+    if filled is not None and filled[0].array is not None and filled[0].array.size == 1 and filled[0].array == 1:
+        g.facts[x.value] = _Steps(axis)
+
+
+@register_lowering(knp.GreaterEqual)
+def _greater_equal(g, node, x1, x2):
+    """The comparison by which Keras' attention makes its causal mask from counted rows and columns."""
+    if isinstance(x1, Tensor) and isinstance(x2, Tensor):
+        rows, columns = (g.facts.get(x.value) for x in (x1, x2))
+        lead, shape = x1.rank - 2, x1.shape
+        counted = rows == _Steps(lead) and columns == _Steps(lead + 1) and shape == x2.shape
+        if counted and shape[lead] == shape[lead + 1] and all(dim == 1 for dim in shape[:lead]):
+            mask = g.unsqueeze(_square_mask(g, shape[lead], shape[lead]), list(range(lead)))
+            g.facts[mask.value] = _Causal()
+            return mask
+    return compare(g, node, x1, x2)
 
 
 def _square_mask(g, length, slots) -> Tensor:

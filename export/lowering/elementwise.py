@@ -259,7 +259,8 @@ _COMPARISONS = {
 
 
 @register_lowering(*_COMPARISONS)
-def _compare(g, node, x1, x2):
+def compare(g, node, x1, x2):
+    """A comparison in the dtype that both are promoted to."""
     dtype = compute_dtype(promoted(x1, x2))
     result = g.op(_COMPARISONS[node.kind], g.cast(x1, dtype), g.cast(x2, dtype), dtype="bool")
     return g.op("Not", result) if node.kind is knp.NotEqual else result

@@ -11,6 +11,7 @@ from keras.src.ops import numpy as knp
 
 from keras_transformer.export.builder import GraphBuilder, Tensor, product
 from keras_transformer.export.dims import Dim
+from keras_transformer.export.lowering.attention import weighted_sum
 from keras_transformer.export.lowering.elementwise import compute_dtype
 from keras_transformer.export.lowering.registry import register_lowering
 
@@ -18,7 +19,12 @@ from keras_transformer.export.lowering.registry import register_lowering
 @register_lowering(knp.Matmul)
 def _matmul(g, node, x1, x2):
     dtype = compute_dtype(node.outputs[0].dtype)
-    return g.matmul(g.cast(x1, dtype), g.cast(x2, dtype))
+    return _product(g, g.cast(x1, dtype), g.cast(x2, dtype))
+
+
+def _product(g: GraphBuilder, left: Tensor, right: Tensor) -> Tensor:
+    attended = weighted_sum(g, left, right)
+    return g.matmul(left, right) if attended is None else attended
 
 
 @register_lowering(knp.Einsum)
@@ -130,7 +136,7 @@ def contract(g: GraphBuilder, a: Tensor, a_labels: list, b: Tensor, b_labels: li
     a_shape = [size[label] for label in a_free] if not batch else [product([size[label] for label in a_free])]
     left = g.reshape(left, [*left.shape[:lead], *a_shape, width])
     right = g.reshape(right, [*right.shape[:lead], width, product([size[label] for label in b_free])])
-    result = g.matmul(left, right)
+    result = _product(g, left, right)
     labels = [*batch, *a_free, *b_free]
     result = g.reshape(result, [size[label] for label in labels])
     return _arrange(g, result, labels, output)

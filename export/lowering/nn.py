@@ -9,6 +9,7 @@ from keras.src.ops import nn
 from keras.src.ops import numpy as knp
 
 from keras_transformer.export.builder import GraphBuilder, Tensor, product
+from keras_transformer.export.lowering.attention import note_softmax, note_steps
 from keras_transformer.export.lowering.elementwise import compute_dtype, is_float, to_bool
 from keras_transformer.export.lowering.registry import register_lowering
 from keras_transformer.export.lowering.shaping import axes_tuple
@@ -78,7 +79,9 @@ def _cumsum(g, node, x):
     axis = node.attributes["axis"]
     if axis is None:
         x, axis = g.reshape(x, (product(x.shape),)), 0
-    return g.op("CumSum", g.cast(x, dtype), g.scalar(axis % x.rank, "int64"), shape=x.shape)
+    result = g.op("CumSum", g.cast(x, dtype), g.scalar(axis % x.rank, "int64"), shape=x.shape)
+    note_steps(g, result, x, axis % x.rank)
+    return result
 
 
 @register_lowering(knp.Argmax, knp.Argmin)
@@ -131,7 +134,10 @@ def _one_hot(g, node, x):
 @register_lowering(nn.Softmax, nn.LogSoftmax)
 def _softmax(g, node, x):
     op_type = "Softmax" if node.kind is nn.Softmax else "LogSoftmax"
-    return softmax(g, g.cast(x, node.outputs[0].dtype), node.attributes["axis"], op_type)
+    result = softmax(g, x, node.attributes["axis"], op_type)
+    if node.kind is nn.Softmax and axes_tuple(node.attributes["axis"], x.rank) == (x.rank - 1,):
+        note_softmax(g, node, result, x)
+    return result
 
 
 def softmax(g: GraphBuilder, x: Tensor, axis, op_type: str = "Softmax") -> Tensor:
@@ -246,11 +252,15 @@ def _identity(g, node, inputs, **kwargs):
 
 @register_lowering(keras.layers.Softmax)
 def _softmax_layer(g, node, inputs, mask=None):
+    dtype, axis = inputs.dtype, node.operation.axis
     if mask is None:
-        return softmax(g, inputs, node.operation.axis)
-    if mask.dtype != "bool":
-        mask = g.op("Greater", mask, g.scalar(0.5, mask.dtype), dtype="bool")
-    hidden = g.scalar(-3e4 if inputs.dtype == "float16" else -1e9, inputs.dtype)
-    scores = g.op("Where", mask, inputs, hidden, dtype=inputs.dtype)
-    weights = softmax(g, scores, node.operation.axis)
-    return g.op("Where", mask, weights, g.scalar(0.0, inputs.dtype), dtype=inputs.dtype)
+        result = softmax(g, inputs, axis)
+    else:
+        if mask.dtype != "bool":
+            mask = g.op("Greater", mask, g.scalar(0.5, mask.dtype), dtype="bool")
+        hidden = g.scalar(-3e4 if dtype == "float16" else -1e9, dtype)
+        weights = softmax(g, g.op("Where", mask, inputs, hidden, dtype=dtype), axis)
+        result = g.op("Where", mask, weights, g.scalar(0.0, dtype), dtype=dtype)
+    if axes_tuple(axis, inputs.rank) == (inputs.rank - 1,):
+        note_softmax(g, node, result, inputs, mask)
+    return result
