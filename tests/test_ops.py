@@ -251,7 +251,7 @@ class TestMasks:
         rng = np.random.default_rng(0)
         positions, keys = rng.integers(0, 9, (rows, T)), rng.integers(0, 9, (key_rows, S))
         mask = kt.causal_mask(ops.convert_to_tensor(positions), ops.convert_to_tensor(keys))
-        expected = np.array([[[k <= p for k in ks] for p in ps] for ps, ks in zip(*_paired(positions, keys))])
+        expected = np.array([[[k <= p for k in ks] for p in ps] for ps, ks in _paired(positions, keys)])
         np.testing.assert_array_equal(numpy(mask), expected)
         spec = kt.causal_mask(keras.KerasTensor((rows, None), "int32"), keras.KerasTensor((key_rows, S), "int32"))
         assert spec.shape == (max(rows, key_rows), None, S) and spec.dtype == "bool"
@@ -304,4 +304,4 @@ class TestPositions:
 
 def _paired(positions, keys):
     rows = max(len(positions), len(keys))
-    return np.broadcast_to(positions, (rows, T)), np.broadcast_to(keys, (rows, S))
+    return zip(np.broadcast_to(positions, (rows, T)), np.broadcast_to(keys, (rows, S)), strict=True)

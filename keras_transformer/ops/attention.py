@@ -90,12 +90,11 @@ class Attention(keras.Operation):
         return output, weights
 
     def _fused_kernel_serves(self, query, value):
-        # TensorFlow has no fused kernel: its version is an einsum, and it takes no single key head.
         return (
-            keras.config.backend() in ("jax", "torch")
-            and not self.dropout
+            not self.dropout
             and not self.return_weights
             and query.shape[-1] == value.shape[-1]
+            and _backend_has_fused_kernel(query.dtype)
         )
 
     def _fused(self, query, key, value, mask):
@@ -180,6 +179,17 @@ def _check_mask(mask, sizes):
             "`mask` must have the shape (B|1, T|1, S) or (B|1, N|1, T|1, S) with (B, N, T, S) = "
             f"{sizes}. Received: mask.shape={shape}"
         )
+
+
+def _backend_has_fused_kernel(dtype):
+    backend = keras.config.backend()
+    if backend == "jax":
+        # cuDNN's, for half precision. Elsewhere JAX has no kernel that gains anything, and on a CPU its own fallback
+        # has no gradient in float16.
+        half = keras.backend.standardize_dtype(dtype) in ("float16", "bfloat16")
+        return half and any(device.startswith("gpu") for device in keras.distribution.list_devices())
+    # TensorFlow's version is an einsum, and takes no single key head.
+    return backend == "torch"
 
 
 def _causal(query):
