@@ -177,6 +177,8 @@ class Report:
         from rich.markup import escape
 
         console = rich.console.Console(file=file)
+        if not console.is_terminal:
+            console = rich.console.Console(file=file, width=140)
         table = rich.table.Table(title=escape(f"Keras and ONNX Runtime: {self.path}"), box=rich.box.SIMPLE_HEAD)
         for name, justify in zip(self.HEADER, ("left", *["right"] * 4, "left", "left"), strict=True):
             table.add_column(name, justify=justify, overflow="fold")

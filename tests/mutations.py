@@ -66,8 +66,9 @@ def larger_epsilon(model):
         set_attribute(node, "epsilon", 100 * attribute(node, "epsilon", 1e-5))
 
 
-def no_mask(model):
-    masked = [node for node in nodes(model, "Attention") if len(node.input) > 3 and node.input[3]]
+def no_mask(model, where=""):
+    """Attention whose node name contains `where` forgets its mask."""
+    masked = [n for n in nodes(model, "Attention") if where in n.name and len(n.input) > 3 and n.input[3]]
     assert masked
     for node in masked:
         node.input[3] = ""
@@ -102,3 +103,11 @@ def heavier_weight(name):
         set_array(model, name, arrays(model)[name] * np.float32(1.01))
 
     return change
+
+
+def swap_names(model, first, second):
+    """Whatever reads `first` reads `second`, and the other way round."""
+    other = {first: second, second: first}
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            node.input[i] = other.get(name, name)
