@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from keras_transformer import _links
+from keras_transformer import _links, _registration
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,7 @@ _SUBMODULES = (
 
 
 _links.explain_missing_link(__path__[0])
+_registration.register()
 
 
 def __getattr__(name: str):

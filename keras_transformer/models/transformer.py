@@ -61,7 +61,7 @@ class Transformer(keras.Model):
         max_length: longest source and target, and the limit of what `generate` makes; None for no limit.
         start_id: what every target begins with.
         end_id: what ends a target.
-        seed: of initial weights and dropout.
+        seed: of the initial weights. Dropout follows `keras.utils.set_random_seed`.
         **kwargs: `name`, `dtype` and `trainable`, as for any `keras.Model`.
 
     Raises:
@@ -355,26 +355,24 @@ class Transformer(keras.Model):
         }
 
     def _checked(self, inputs):
-        """Source and target ids of `inputs`, whose structure, ranks and (where known) lengths are right."""
+        """Source and target ids, int32, of `inputs`, whose structure, ranks and (where known) lengths are right."""
         if not isinstance(inputs, dict) or set(inputs) != {"source", "target"}:
             received = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
             raise ValueError(f'Inputs must be a dict of "source" and "target". Received: {received}')
-        for name in ("source", "target"):
-            ids = inputs[name]
-            dtype = keras.backend.standardize_dtype(ids.dtype)
-            if len(ids.shape) != 2 or "int" not in dtype:
+        for name, ids in inputs.items():
+            if len(ids.shape) != 2:
                 raise ValueError(
-                    f"`{name}` must be integer ids of shape (batch, length). "
-                    f"Received: {name}.shape={tuple(ids.shape)}, {name}.dtype={dtype}"
+                    f"`{name}` must be ids of shape (batch, length). Received: {name}.shape={tuple(ids.shape)}"
                 )
             if self.max_length is not None and ids.shape[1] is not None:
                 check_length(ids.shape[1], self.max_length, f"{name} length")
-        return inputs["source"], inputs["target"]
+        # Cast, not refused, as Keras' own Embedding does: Keras builds a loaded model by calling it on floats.
+        return ops.cast(inputs["source"], "int32"), ops.cast(inputs["target"], "int32")
 
 
 @contextlib.contextmanager
 def _seeded(seed):
-    """Makes initializers and dropouts that have no seed of their own follow from `seed`, and nothing else."""
+    """Makes initializers that have no seed of their own follow from `seed`, and leaves the global state alone."""
     if seed is None:
         yield
         return
