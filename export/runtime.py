@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -279,6 +280,7 @@ def _missing_provider(provider, reason):
     return text
 
 
+@functools.cache
 def import_onnxruntime():
     """The `onnxruntime` module.
 

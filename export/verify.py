@@ -65,9 +65,9 @@ def verify_onnx(
         The `Report`.
 
     Raises:
-        VerificationError: an output differs by more than the tolerance, or in shape, dtype or NaNs; either side does
-            not run at a size within the file's ranges; generated tokens differ; or nothing could be compared. Its `report`
-            holds every figure.
+        VerificationError: an output differs by more than the tolerance, or in shape, dtype or NaNs; either side
+            does not run at a size within the file's ranges; generated tokens differ; or nothing could be compared.
+            Its `report` holds every figure.
         NotAnExportError: `path` is not an ONNX file or an exported directory, or is damaged.
         ValueError: an argument is not as described, or the file does not say what range its ids have and no
             `samples` are given.
@@ -124,7 +124,12 @@ class Check:
 
     def session(self, path: pathlib.Path):
         """An ONNX Runtime session for the file at `path`, on the CPU, at the production optimisation level."""
-        return runtime.open_session(path, self.session_options, ["CPUExecutionProvider"])
+        options = self.session_options
+        if options is None:
+            options = runtime.default_options()
+            # Between our short runs Keras has the cores.
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        return runtime.open_session(path, options, ["CPUExecutionProvider"])
 
     def runs(self, path, specs, axes, samples, num_heads) -> Iterator[tuple[dict, str, dict]]:
         """Sizes, case and inputs of every run, behind a progress bar where that is wanted."""

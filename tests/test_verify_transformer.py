@@ -86,16 +86,16 @@ def sign(directory, file):
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def test_passes(good):
-    model, _, directory = good
-    report = verify_onnx(model, directory, verbose=False)
+def test_passes(good, check):
+    _, model, directory = good
+    report = check(model, directory)
     assert report.passed and report.max_error < 1e-5
     layers = range(SIZES["num_layers"])
     cross = [f"cross_key_values.{i}.{part}" for i in layers for part in ("key", "value")]
     assert [row[0] for row in report.rows()] == ["source_mask", *cross, "logits"]
     logits = [c for c in report.comparisons if c.output == "logits"]
     assert {c.sizes["batch"] for c in logits} == {1, 2, 3}
-    assert {c.sizes["source_length"] for c in logits} == {c.sizes["length"] for c in logits} == {1, 7, 12, 8, 16}
+    assert {c.sizes["source_length"] for c in logits} == {c.sizes["length"] for c in logits} == {1, 7, 12, 16}
     assert all(c.sizes["source_length"] != c.sizes["length"] for c in logits)
     words = {c.case for c in logits if c.sizes["length"] == 7}
     assert {f"padded, prefill {n}, then single steps" for n in range(1, 7)} < words
@@ -155,12 +155,6 @@ def test_decoder_fault_is_noticed(good, check, tmp_path, fault):
     assert error.value.report.worst.output == "logits"
 
 
-def test_other_weights_are_noticed(good, tmp_path):
-    _, _, directory = good
-    with pytest.raises(VerificationError):
-        verify_onnx(make_model(seed=4), directory, verbose=False)
-
-
 def test_cache_not_fed_back(good, check, monkeypatch):
     """The fault is in the loop, not in the graph."""
     _, model, directory = good
@@ -187,14 +181,16 @@ def test_last_logits_only(good, check, tmp_path):
 
 
 def test_given_sentences(good, check):
-    model, remembered, directory = good
+    _, model, directory = good
     rng = np.random.default_rng(0)
-    source, target = rng.integers(1, 23, (3, 7)), rng.integers(1, 23, (3, 12))
-    report = check(remembered, directory, samples={"source": source, "target": target})
+    source, target = rng.integers(1, 23, (2, 2)), rng.integers(1, 23, (2, 3))
+    report = check(model, directory, samples={"source": source, "target": target})
     assert {c.case.split(",")[0] for c in report.comparisons} == {"samples"}
-    assert check(remembered, directory, samples={"source": source}).passed
+    assert {c.sizes["length"] for c in report.comparisons} == {1, 2, 3}
+    report = check(model, directory, samples={"source": source[:, :1]})
+    assert {c.sizes["length"] for c in report.comparisons} == {1, 7, 12, 16}
     with pytest.raises(ValueError, match="Received: 23 in row 0"):
-        check(remembered, directory, samples={"source": source * 0 + 23})
+        check(model, directory, samples={"source": source * 0 + 23})
 
 
 def test_wrong_model_or_directory(good, tmp_path):
