@@ -34,10 +34,9 @@ def verify_transformer(model, directory: pathlib.Path, check: Check, samples=Non
             check.fail(output, {}, "signature", f"axis {name!r}, free in Keras, has a fixed size")
     specs, axes = _interface(config, encoder)
     forward = _forward(model)
-    if isinstance(samples, Mapping) and "target" not in samples:
-        rows = len(samples["source"]) if "source" in samples else 1
-        made = MadeSamples(specs[1:]).make({"batch": rows, "length": 16}, "padded", 0)
-        samples = {**samples, **made}
+    if isinstance(samples, Mapping) and "source" in samples and "target" not in samples:
+        batch, length = np.shape(samples["source"])
+        samples = {**samples, **MadeSamples(specs[1:]).make({"batch": batch, "length": length}, "padded", 0)}
     sources = []
     for sizes, case, inputs in check.runs(directory, specs, axes, samples, config["num_heads"]):
         logits, *encoded = forward(inputs)
