@@ -100,7 +100,7 @@ class GraphBuilder:
         """A constant; equal ones are stored once, and a large one that equals a weight refers to it."""
         array = np.asarray(array, None if dtype is None else numpy_dtype(dtype))
         dtype = dtype or str(array.dtype)
-        if array.size > 64:
+        if array.size > (8 if array.ndim > 1 else 64):
             for weight in self._graph.weights:
                 if weight.dtype == dtype and weight.array.size == array.size:
                     held = self.weight(weight)

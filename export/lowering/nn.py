@@ -250,6 +250,13 @@ def _identity(g, node, inputs, **kwargs):
     return inputs
 
 
+@register_lowering(keras.layers.Rescaling)
+def _rescaling(g, node, inputs):
+    dtype = node.outputs[0].dtype
+    scale, offset = (g.constant(getattr(node.operation, name), dtype) for name in ("scale", "offset"))
+    return g.op("Add", g.op("Mul", g.cast(inputs, dtype), scale), offset)
+
+
 @register_lowering(keras.layers.Softmax)
 def _softmax_layer(g, node, inputs, mask=None):
     dtype, axis = inputs.dtype, node.operation.axis
