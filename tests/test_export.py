@@ -1,0 +1,497 @@
+"""`export_onnx` on whole models: right at every size, the same from every backend, and written whole or not at all."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from keras import layers, ops
+
+from keras_transformer.export import (
+    ExportError,
+    TraceError,
+    UnsupportedOperationError,
+    VerificationError,
+    export_onnx,
+    register_lowering,
+)
+from keras_transformer.export import exporter as exporter_module
+from keras_transformer.layers import (
+    CausalMask,
+    MultiHeadSelfAttention,
+    SinusoidalPositionalEncoding,
+    TokenEmbedding,
+    TransformerEncoder,
+)
+from keras_transformer.models import Transformer
+
+
+def randomise(model, seed=0):
+    """Weights that are the same on every backend, none of them zero or one."""
+    rng = np.random.default_rng(seed)
+    model.set_weights([rng.normal(1 if w.name == "gamma" else 0, 0.3, w.shape) for w in model.weights])
+    return model
+
+
+def encoder_model(num_layers=2, dropout=0.1, **kwargs):
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = SinusoidalPositionalEncoding()(TokenEmbedding(31, 12)(ids))
+    x = TransformerEncoder(num_layers, num_heads=3, d_ff=20, dropout=dropout, **kwargs)(x)
+    return randomise(keras.Model(ids, layers.Dense(5, name="head")(x)))
+
+
+def export(model, path, **kwargs):
+    return export_onnx(model, path, verbose=False, **kwargs)
+
+
+def run(path, inputs, optimised=True):
+    options = onnxruntime.SessionOptions()
+    if not optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return session.run(None, inputs)
+
+
+def operators(path):
+    return collections.Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+def numpy(x):
+    return ops.convert_to_numpy(x)
+
+
+# The graph.
+
+
+def test_an_encoder_exports_with_named_free_axes_and_is_verified(tmp_path):
+    model = encoder_model()
+    report = export(model, tmp_path / "out")
+    assert report.passed
+    assert {c.sizes["batch"] for c in report.comparisons} >= {1, 2, 3}
+    assert {c.case for c in report.comparisons} >= {"whole", "padded"}
+    graph = onnx.load(tmp_path / "out" / "model.onnx").graph
+    (ids,) = graph.input
+    assert ids.name == "token_ids"
+    assert [d.dim_param for d in ids.type.tensor_type.shape.dim] == ["batch", "length"]
+    (output,) = graph.output
+    assert [d.dim_param or d.dim_value for d in output.type.tensor_type.shape.dim] == ["batch", "length", 5]
+    onnx.checker.check_model(str(tmp_path / "out" / "model.onnx"), full_check=True)
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.onnx", "verification.json"]
+
+
+def test_the_encoder_graph_has_one_node_for_each_thing(tmp_path):
+    export(encoder_model(num_layers=2), tmp_path / "m.onnx", verify=False)
+    count = operators(tmp_path / "m.onnx")
+    # For each layer four attention projections and two of the feed-forward; and the head.
+    assert (count["MatMul"], count["Attention"], count["LayerNormalization"], count["Sum"]) == (13, 2, 4, 4)
+    assert not {"Einsum", "Where", "Softmax", "Transpose", "Dropout", "Identity"} & set(count)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (5, 9), (3, 40)])
+def test_the_exported_encoder_equals_keras_at_any_shape(tmp_path, shape):
+    """Case C23."""
+    model = encoder_model()
+    export(model, tmp_path / "m.onnx", verify=False)
+    ids = np.random.default_rng(1).integers(1, 31, shape).astype("int32")
+    (actual,) = run(tmp_path / "m.onnx", {"token_ids": ids})
+    # float32 sums in another order, through two blocks.
+    np.testing.assert_allclose(actual, numpy(model(ids)), atol=2e-5)
+
+
+@pytest.mark.parametrize("optimised", [True, False])
+def test_wholly_padded_rows_are_finite_and_equal_keras(tmp_path, optimised):
+    """Case C25, with a padding mask as an input of the graph."""
+    x = keras.Input((None, 12), name="x")
+    mask = keras.Input((None,), dtype="bool", name="padding_mask")
+    model = randomise(keras.Model([x, mask], TransformerEncoder(2, num_heads=3, d_ff=20)(x, padding_mask=mask)))
+    export(model, tmp_path / "m.onnx", verify=optimised)
+    for rows in ([[1, 1, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]):
+        inputs = {
+            "x": np.random.default_rng(0).normal(size=(2, 3, 12)).astype("float32"),
+            "padding_mask": np.array(rows, bool),
+        }
+        (actual,) = run(tmp_path / "m.onnx", inputs, optimised)
+        assert np.isfinite(actual).all()
+        np.testing.assert_allclose(actual, numpy(model(list(inputs.values()))), atol=2e-5)
+
+
+def test_dropout_is_not_in_the_graph_after_training(tmp_path):
+    """Case C27: exported right after `fit`, and inside a callback; training goes on with dropout active."""
+    model = encoder_model(dropout=0.5)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(1, 31, (8, 7)), rng.integers(0, 5, (8, 7))
+
+    class ExportAtEnd(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            export(self.model, tmp_path / f"{epoch}.onnx", verify=False)
+
+    model.fit(x, y, epochs=2, verbose=0, callbacks=[ExportAtEnd()])
+    export(model, tmp_path / "after.onnx", verify=False)
+    assert (tmp_path / "1.onnx").read_bytes() == (tmp_path / "after.onnx").read_bytes()
+    assert (tmp_path / "0.onnx").read_bytes() != (tmp_path / "after.onnx").read_bytes()
+    feed = {"token_ids": x.astype("int32")}
+    (first,), (second,) = (run(tmp_path / "after.onnx", feed) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, model.predict(x, verbose=0), atol=2e-5)
+    assert not [op for op in operators(tmp_path / "after.onnx") if "Random" in op or op in ("Bernoulli", "Dropout")]
+    assert not np.allclose(numpy(model(x, training=True)), numpy(model(x, training=True)))
+
+
+def test_attention_fed_by_the_causal_mask_layer_exports_as_causal(tmp_path):
+    def model(fed):
+        x = keras.Input((None, 12), name="x")
+        if fed:
+            y = MultiHeadSelfAttention(3)(x, attention_mask=CausalMask()(x))
+        else:
+            y = MultiHeadSelfAttention(3, causal=True)(x)
+        return randomise(keras.Model(x, y))
+
+    counts = []
+    for fed in (True, False):
+        samples = {"x": np.random.default_rng(0).normal(size=(2, 5, 12))}
+        assert export(model(fed), tmp_path / "m.onnx", force=True, samples=samples).passed
+        counts.append(operators(tmp_path / "m.onnx"))
+        (node,) = [n for n in onnx.load(tmp_path / "m.onnx").graph.node if n.op_type == "Attention"]
+        assert {a.name: a.i for a in node.attribute}["is_causal"] == 1
+        assert not any(node.input[3:])
+    assert counts[0] == counts[1]
+
+
+def test_keras_own_attention_reproduces_its_value_in_wholly_masked_rows(tmp_path):
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    x = layers.Embedding(17, 12, mask_zero=True)(ids)
+    y = layers.MultiHeadAttention(3, 4)(x, x, use_causal_mask=True)
+    model = randomise(keras.Model(ids, layers.LayerNormalization()(layers.Add()([x, y]))))
+    assert export(model, tmp_path / "m.onnx").passed
+    feed = np.array([[0, 0, 0], [0, 4, 5], [3, 0, 0]], "int32")
+    np.testing.assert_allclose(run(tmp_path / "m.onnx", {"ids": feed})[0], numpy(model(feed)), atol=2e-5)
+
+
+# Inputs and outputs of every kind.
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embedding = TokenEmbedding(17, 12)
+        self.encoder = TransformerEncoder(1, num_heads=3, d_ff=20)
+        self.heads = {"start": layers.Dense(2), "end": layers.Dense(3)}
+
+    def call(self, ids, training=None):
+        x = self.encoder(self.embedding(ids), training=training)
+        return {"start": self.heads["start"](x), "end": self.heads["end"](x)}
+
+
+def test_a_subclassed_model_exports_with_its_signature(tmp_path):
+    model = Subclassed()
+    with pytest.raises(ExportError, match="not built"):
+        export(model, tmp_path / "m.onnx")
+    model(np.ones((1, 4), "int32"))
+    with pytest.raises(ExportError, match="input_signature"):
+        export(model, tmp_path / "m.onnx")
+    randomise(model)
+    report = export(
+        model,
+        tmp_path / "m.onnx",
+        input_signature={"ids": ((None, None), "int32")},
+        samples={"ids": np.random.default_rng(0).integers(0, 17, (3, 7))},
+        output_names=["end_logits", "start_logits"],
+    )
+    assert report.passed
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    assert [output.name for output in graph.output] == ["end_logits", "start_logits"]
+    assert any(name.name == "heads.start/kernel" for name in graph.initializer)
+
+
+def two_inputs(join):
+    a = keras.Input((None, 4), name="a")
+    b = keras.Input((None, 4), name="b")
+    return randomise(keras.Model({"a": a, "b": b}, join(layers.Dense(4)(a), layers.Dense(4)(b))))
+
+
+def axis_names(path):
+    return {
+        i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in onnx.load(path).graph.input
+    }
+
+
+def test_lengths_are_one_axis_only_where_the_model_needs_it(tmp_path):
+    independent = two_inputs(lambda a, b: ops.matmul(a, ops.transpose(b, (0, 2, 1))))
+    a, b = np.random.default_rng(0).normal(size=(2, 2, 5, 4))
+    assert export(independent, tmp_path / "i.onnx", samples={"a": a, "b": b[:, :3]}).passed
+    assert axis_names(tmp_path / "i.onnx") == {"a": ["batch", "a_length", 4], "b": ["batch", "b_length", 4]}
+    equal = two_inputs(lambda a, b: layers.Concatenate()([a, b]))
+    assert export(equal, tmp_path / "e.onnx", samples={"a": a, "b": b}).passed
+    assert axis_names(tmp_path / "e.onnx") == {"a": ["batch", "length", 4], "b": ["batch", "length", 4]}
+
+
+def test_dynamic_axes_name_what_is_free(tmp_path):
+    model = two_inputs(lambda a, b: ops.matmul(a, ops.transpose(b, (0, 2, 1))))
+    names = {"a": {0: "rows", 1: "queries"}, "b": {0: "rows", 1: "keys"}}
+    export(model, tmp_path / "m.onnx", dynamic_axes=names, verify=False)
+    assert axis_names(tmp_path / "m.onnx") == {"a": ["rows", "queries", 4], "b": ["rows", "keys", 4]}
+    for wrong, match in [
+        ({"c": {0: "rows"}}, "does not have"),
+        ({"a": {7: "rows"}}, "3 axes"),
+        ({"a": {0: "rows"}}, "without a name"),
+        ({"a": {0: "two words"}}, "identifiers"),
+    ]:
+        with pytest.raises(ExportError, match=match):
+            export(model, tmp_path / "w.onnx", dynamic_axes=wrong)
+
+
+def test_a_sequential_model_exports(tmp_path):
+    model = keras.Sequential([layers.Input((None, 6)), layers.Dense(4, activation="gelu"), layers.Dropout(0.3)])
+    assert export(randomise(model), tmp_path / "m.onnx").passed
+    assert axis_names(tmp_path / "m.onnx") == {"input": ["batch", "length", 6]}
+
+
+def test_the_users_own_arrays_are_what_is_verified_on(tmp_path):
+    arrays = {"token_ids": np.random.default_rng(0).integers(1, 31, (3, 11))}
+    report = export(encoder_model(), tmp_path / "m.onnx", samples=arrays)
+    assert report.passed and max(c.sizes["length"] for c in report.comparisons) == 11
+
+
+# Encoder–decoder.
+
+
+def toy_transformer(**kwargs):
+    return randomise(Transformer(31, 29, num_layers=2, d_model=12, num_heads=3, d_ff=20, **kwargs))
+
+
+def test_a_transformer_becomes_an_encoder_and_a_cached_decoder(tmp_path):
+    report = export(toy_transformer(max_length=24), tmp_path / "out")
+    assert report.passed
+    count = operators(tmp_path / "out" / "decoder.onnx")
+    assert (count["Attention"], count["LayerNormalization"]) == (4, 6)
+    assert not {"Einsum", "Where", "Softmax"} & set(count)
+    names = axis_names(tmp_path / "out" / "decoder.onnx")
+    assert names["input_ids"] == ["batch", "length"]
+    assert names["attention_mask"] == ["batch", "length + past_length"]
+    assert names["past_key_values.1.value"] == ["batch", 3, "past_length", 4]
+    assert names["cross_key_values.0.key"] == ["batch", 3, "source_length", 4]
+
+
+def test_the_decoder_may_give_the_last_logits_only(tmp_path):
+    export(toy_transformer(), tmp_path / "out", logits="last", verify=False)
+    graph = onnx.load(tmp_path / "out" / "decoder.onnx").graph
+    assert [d.dim_param or d.dim_value for d in graph.output[0].type.tensor_type.shape.dim] == ["batch", 1, 29]
+    with pytest.raises(ExportError, match="logits='first'"):
+        export(toy_transformer(), tmp_path / "other", logits="first")
+    with pytest.raises(ExportError, match="directory of two graphs"):
+        export(toy_transformer(), tmp_path / "m.onnx")
+
+
+def test_the_length_limit_is_the_models(tmp_path):
+    with pytest.raises(ExportError, match="within the model's own, 24. Received: max_length=25"):
+        export(toy_transformer(max_length=24), tmp_path / "out", max_length=25)
+
+
+# The same file every time.
+
+
+def digests(folder):
+    return {f: hashlib.sha256((folder / f).read_bytes()).hexdigest() for f in os.listdir(folder) if "onnx" in f}
+
+
+def test_exporting_twice_gives_the_same_bytes(tmp_path):
+    model = toy_transformer()
+    export(model, tmp_path / "a", verify=False)
+    layers.Dense(3), keras.Input((2,))
+    export(model, tmp_path / "b", verify=False)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+
+EXPORT_ALONE = """
+import sys
+for name in {blocked!r}:
+    sys.modules[name] = None  # an import of it fails
+import keras
+for _ in range({before}):
+    keras.layers.Dense(2)(keras.Input((3,))), keras.layers.MultiHeadAttention(1, 2)
+sys.path.insert(0, {tests!r})
+from test_export import encoder_model, toy_transformer, export
+import pathlib
+folder = pathlib.Path({folder!r})
+export(encoder_model(), folder / "encoder", verify={verify})
+export(toy_transformer(), folder / "transformer", verify={verify})
+assert all(sys.modules[name] is None for name in {blocked!r})
+"""
+
+
+@pytest.mark.backends("tensorflow")
+def test_every_backend_alone_writes_the_same_bytes(tmp_path):
+    """Three processes, each with the other two backends blocked, and one with other layers built first."""
+    found = {}
+    backends = ("tensorflow", "jax", "torch")
+    for number, backend in enumerate(backends):
+        folder = tmp_path / backend
+        folder.mkdir()
+        code = EXPORT_ALONE.format(
+            blocked={*backends} - {backend},
+            before=3 * (number == 1),
+            tests=os.path.dirname(__file__),
+            folder=str(folder),
+            # Verification runs the model too; once is enough.
+            verify=number == 1,
+        )
+        environment = os.environ | {"KERAS_BACKEND": backend, "PYTHONPATH": os.pathsep.join(sys.path)}
+        result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr[-3000:]
+        found[backend] = [digests(folder / name) for name in ("encoder", "transformer")]
+        assert [len(files) for files in found[backend]] == [1, 2]
+    assert found["tensorflow"] == found["jax"] == found["torch"]
+
+
+# Refusals.
+
+
+@keras.saving.register_keras_serializable("test_export")
+class Twice(keras.Operation):
+    def call(self, x):
+        return x * 2
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def test_an_operation_without_a_rule_is_named_and_a_rule_can_be_registered(tmp_path):
+    class Doubling(layers.Layer):
+        def call(self, x):
+            return Twice()(x)
+
+    x = keras.Input((None, 4), name="x")
+    model = keras.Model(x, Doubling(name="doubling")(x))
+    with pytest.raises(UnsupportedOperationError) as info:
+        export(model, tmp_path / "out")
+    for words in ("Twice", "doubling", "register_lowering", "test_export.py:"):
+        assert words in str(info.value)
+    assert os.listdir(tmp_path) == []
+
+    @register_lowering(Twice)
+    def lower_twice(g, node, x):
+        return g.op("Mul", x, g.scalar(2, x.dtype))
+
+    assert export(model, tmp_path / "out").passed
+
+
+def test_nothing_is_left_behind_by_an_export_that_fails_verification(tmp_path):
+    class Tripled(keras.Operation):
+        call = compute_output_spec = Twice.compute_output_spec
+
+    @register_lowering(Tripled)
+    def wrong(g, node, x):
+        return g.op("Mul", x, g.scalar(3, x.dtype))
+
+    class Layer(layers.Layer):
+        def call(self, x):
+            return Tripled()(x) if isinstance(x, keras.KerasTensor) else x * 2
+
+    x = keras.Input((None, 4), name="x")
+    model = keras.Model(x, Layer()(x))
+    with pytest.raises(VerificationError) as info:
+        export(model, tmp_path / "out")
+    assert not info.value.report.passed
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_model_that_depends_on_a_size_is_refused_and_nothing_is_written(tmp_path):
+    class Long(layers.Layer):
+        def call(self, x):
+            return x * 2 if ops.shape(x)[1] > 100 else x
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    x = keras.Input((None, 4), name="x")
+    model = keras.Model(x, Long(name="long")(x))
+    with pytest.raises(TraceError, match="length > 100"):
+        export(model, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+    export(model, tmp_path / "out", max_length=100, verify=False)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_the_user_has_is_not_overwritten_unasked(tmp_path):
+    model = encoder_model(num_layers=1)
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="force=True"):
+        export(model, target, verify=False)
+    assert os.listdir(target) == ["notes.txt"]
+    export(model, target, verify=False, force=True)
+    assert sorted(os.listdir(target)) == ["config.json", "model.onnx", "notes.txt"]
+    # An earlier export is replaced, files that it no longer has included.
+    (target / "notes.txt").unlink()
+    export(toy_transformer(), target, verify=False)
+    assert sorted(os.listdir(target)) == ["config.json", "decoder.onnx", "encoder.onnx"]
+    (tmp_path / "m.onnx").write_text("mine")
+    with pytest.raises(FileExistsError):
+        export(model, tmp_path / "m.onnx", verify=False)
+    assert (tmp_path / "m.onnx").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["m.onnx", "out"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"opset": 11}, "opset=11"),
+        ({"min_length": 5, "max_length": 4}, "min_length=5, max_length=4"),
+        ({"input_signature": ["ids"]}, "dict"),
+        ({"output_names": ["a", "b"]}, "output_names"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(tmp_path, kwargs, match):
+    with pytest.raises(ExportError, match=match):
+        export(encoder_model(num_layers=1), tmp_path / "out", **kwargs)
+    assert os.listdir(tmp_path) == []
+
+
+def test_unknown_arguments_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="opsett"):
+        export(encoder_model(num_layers=1), tmp_path / "out", opsett=23)
+
+
+# Metadata and large weights.
+
+
+def test_the_directory_says_what_it_holds(tmp_path):
+    export(encoder_model(), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    file = tmp_path / "out" / "model.onnx"
+    assert config["format"] == "keras_transformer" and config["kind"] == "model"
+    assert config["files"]["model.onnx"] == {
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "size": file.stat().st_size,
+    }
+    metadata = {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+    (said,) = json.loads(metadata["keras_transformer.inputs"])
+    assert said == {"name": "token_ids", "dtype": "int32", "kind": "ids", "minimum": 0, "maximum": 30}
+    assert metadata["keras_transformer.weights_sha256"] == config["weights_sha256"]
+
+
+def test_large_weights_go_to_a_file_beside_the_graph_that_moves_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporter_module, "_EXTERNAL_DATA_FROM", 1000)
+    model = encoder_model()
+    export(model, tmp_path / "out", verify=False)
+    assert "model.onnx.data" in os.listdir(tmp_path / "out")
+    (tmp_path / "elsewhere").mkdir()
+    os.rename(tmp_path / "out", tmp_path / "elsewhere" / "moved")
+    ids = np.array([[3, 4, 5]], "int32")
+    (actual,) = run(tmp_path / "elsewhere" / "moved" / "model.onnx", {"token_ids": ids})
+    np.testing.assert_allclose(actual, numpy(model(ids)), atol=2e-5)
+    with pytest.raises(ExportError, match="directory"):
+        export(model, tmp_path / "m.onnx", verify=False)
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere"]
