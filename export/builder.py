@@ -202,7 +202,8 @@ class GraphBuilder:
             target = _reshape_target(source.shape, shape)
             if target is not None:
                 return self.op("Reshape", source, self.constant(target, "int64"), shape=shape)
-        return self.op("Reshape", x, self.shape_tensor(shape), shape=shape)
+        # A size of 0 is meant as one here, not as a copy of the input's.
+        return self.op("Reshape", x, self.shape_tensor(shape), allowzero=1, shape=shape)
 
     def unsqueeze(self, x: Tensor, axes: Sequence[int]) -> Tensor:
         """`x` with axes of size 1 at the places `axes` of the result."""
@@ -301,17 +302,6 @@ class GraphBuilder:
             return None
         return tuple(None if value is None else self._tensors[value] for value in node.inputs)
 
-    def settle(self, x: Tensor, shape: Sequence[Dim], dtype: str) -> Tensor:
-        """The result of a rule as what the trace says it is: its dtype, and its expressions for the free axes."""
-        x = self.cast(x, dtype)
-        if x.rank != len(shape):
-            raise AssertionError(f"a rule made {x.shape} of what was traced as {tuple(shape)}")
-        x.shape = tuple(
-            traced if isinstance(traced, Expr) or isinstance(own, Expr) else own
-            for own, traced in zip(x.shape, shape, strict=True)
-        )
-        return x
-
     def is_output(self, value: ir.Value) -> bool:
         """Whether a traced value is a result of the graph."""
         return value in self._graph.outputs
@@ -382,11 +372,8 @@ class GraphBuilder:
         times slower on CPUs; `Sum` it leaves alone.
         """
         for node in self._nodes:
-            if node.op_type != "Add" or self._tensors[node.outputs[0]].dtype not in (
-                "float32",
-                "float64",
-                "float16",
-            ):
+            dtype = self._tensors[node.outputs[0]].dtype
+            if node.op_type != "Add" or dtype not in ("float16", "float32", "float64"):
                 continue
             operands: list[onnx_ir.Value] = []
             for value in node.inputs:

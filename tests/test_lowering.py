@@ -14,7 +14,7 @@ from keras_transformer import layers
 from keras_transformer import ops as kt
 from keras_transformer.export import ir
 from keras_transformer.export.dims import Axis, add, axes_of, multiply
-from keras_transformer.export.errors import UnsupportedOperationError
+from keras_transformer.export.errors import ExportError, UnsupportedOperationError
 from keras_transformer.export.generalise import generalise
 from keras_transformer.export.lowering import find_rule, lower, register_lowering
 from keras_transformer.export.trace import InputSpec, record
@@ -522,6 +522,31 @@ def test_layer_equals_keras(name):
     assert "Einsum" not in histogram(compare(layer, [text], {"layer": layer}))
 
 
+KERAS_ATTENTION = {
+    "single head": lambda: keras.layers.Attention(use_scale=True),
+    "additive": lambda: keras.layers.AdditiveAttention(),
+    "grouped": lambda: keras.layers.GroupQueryAttention(4, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", KERAS_ATTENTION)
+def test_keras_attention_layers(name):
+    layer = KERAS_ATTENTION[name]()
+    if name == "grouped":
+        layer.build((None, None, 8), (None, None, 8))
+        function = layer
+    else:
+        layer.build([(None, None, 8)] * 2)
+        function = lambda x, y: layer([x, y])  # noqa: E731
+    counts = histogram(compare(function, [X, "float32[B,S,8]"], {"a": layer}, sizes=[(2, 3), (3, 5)]))
+    assert "Einsum" not in counts and counts.get("Attention", 0) == (name == "grouped")
+
+
+def test_reshapes_of_what_may_be_empty():
+    function = lambda x: ops.reshape(ops.reshape(x, (-1, 3)) * 2.0, (ops.shape(x)[0], ops.shape(x)[1], 3))  # noqa: E731
+    compare(function, ["float32[B,P,3]"], sizes=[(2, 1), (3, 4)])
+
+
 @pytest.mark.parametrize("mask", ["bool[B,1,T,T]", "int32[B,1,1,T]"])
 def test_softmax_layer_with_a_mask(mask):
     layer = keras.layers.Softmax()
@@ -609,7 +634,25 @@ def test_a_case_that_a_rule_does_not_cover_is_named():
         lower(graph)
 
 
-def test_empty_graph_value():
+def test_a_rule_that_makes_another_shape_is_named():
+    class Halves(keras.Operation):
+        def call(self, x):
+            return x[:, 0]
+
+    @register_lowering(Halves)
+    def rule(g, node, x):
+        return x
+
+    with pytest.raises(ExportError, match="Halves makes float32"):
+        lower(traced(Halves(), [F]))
+
+
+def test_older_operator_sets_are_refused():
+    with pytest.raises(ValueError, match="opset=22"):
+        lower(traced(lambda x: x * 2.0, [F]), opset=22)
+
+
+def test_a_graph_that_hands_its_input_back():
     value = ir.Value((B, 3), "float32", "x")
     proto = onnx_ir.to_proto(lower(ir.Graph((B,), [value], [value], ["y"], [], [])))
     assert [node.op_type for node in proto.graph.node] == ["Identity"]

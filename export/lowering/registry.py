@@ -9,7 +9,8 @@ import onnx_ir
 
 from keras_transformer.export import ir
 from keras_transformer.export.builder import GraphBuilder, Tensor
-from keras_transformer.export.errors import UnsupportedOperationError
+from keras_transformer.export.dims import Expr
+from keras_transformer.export.errors import ExportError, UnsupportedOperationError
 
 Rule = Callable[..., Any]
 
@@ -55,11 +56,14 @@ def lower(graph: ir.Graph, opset: int = 23) -> onnx_ir.Model:
 
     Args:
         graph: the traced graph.
-        opset: version of the standard operators.
+        opset: version of the standard operators, 23 at least.
 
     Raises:
+        ValueError: `opset` is below 23.
         UnsupportedOperationError: an operation has no rule, or its rule does not cover this use of it.
     """
+    if opset < 23:
+        raise ValueError(f"`opset` must be at least 23, the first with Attention. Received: opset={opset}")
     g = GraphBuilder(graph, opset)
     tensors: dict[ir.Value, Tensor] = dict(zip(graph.inputs, g.inputs, strict=True))
 
@@ -89,10 +93,23 @@ def lower(graph: ir.Graph, opset: int = 23) -> onnx_ir.Model:
         except NotImplementedError as error:
             raise UnsupportedOperationError(_describe(node, str(error))) from error
         results = (results,) if isinstance(results, Tensor) else tuple(results)
-        for value, tensor in zip(node.outputs, results, strict=True):
-            tensors[value] = g.settle(tensor, value.shape, value.dtype)
+        if [result.rank for result in results] != [len(value.shape) for value in node.outputs]:
+            made = ", ".join(map(_signature, results))
+            traced = ", ".join(map(_signature, node.outputs))
+            raise ExportError(f"The rule for {node.kind_name} makes {made} of what was traced as {traced}.")
+        for value, result in zip(node.outputs, results, strict=True):
+            tensors[value] = result = g.cast(result, value.dtype)
+            # The trace knows the free axes best. Widths it has from Keras' shape inference, which errs in places.
+            result.shape = tuple(
+                traced if isinstance(traced, Expr) or isinstance(own, Expr) else own
+                for own, traced in zip(result.shape, value.shape, strict=True)
+            )
     g.path = ""
     return g.finish([resolve(output) for output in graph.outputs], graph.output_names)
+
+
+def _signature(tensor) -> str:
+    return f"{tensor.dtype}({', '.join(map(str, tensor.shape))})"
 
 
 def _describe(node: ir.Node, reason: str) -> str:
@@ -100,7 +117,7 @@ def _describe(node: ir.Node, reason: str) -> str:
 
     def collect(item):
         if isinstance(item, (ir.Value, ir.Weight, ir.Constant)):
-            shapes.append(f"{item.dtype}({', '.join(map(str, item.shape))})")
+            shapes.append(_signature(item))
         elif isinstance(item, dict):
             collect(list(item.values()))
         elif isinstance(item, (list, tuple)):
