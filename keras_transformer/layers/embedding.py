@@ -67,8 +67,11 @@ class TokenEmbedding(keras.layers.Layer):
         """
         if reverse:
             return ops.matmul(x, ops.transpose(self.embeddings))
-        if "int" not in keras.backend.standardize_dtype(x.dtype):
-            raise ValueError(f"Token ids must be integers. Received: dtype {x.dtype} of shape {tuple(x.shape)}")
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        if "int" not in dtype:
+            raise ValueError(f"Token ids must be integers. Received: dtype {dtype} of shape {tuple(x.shape)}")
+        if dtype not in ("int32", "int64"):
+            x = ops.cast(x, "int32")  # TensorFlow looks nothing up by narrower ones
         vectors = ops.take(self.embeddings, x, axis=0)
         return ops.multiply(vectors, self.d_model**0.5) if self.scale else vectors
 

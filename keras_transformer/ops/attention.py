@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 from keras import ops
+from keras.src import backend as keras_backend
 
 # Finite, so that a row with every key masked gives a finite softmax (and gradient) before it is set to 0. Scores are
 # at least float32 where it is used, and exp(-1e30 - score) is 0 for every score that attention can produce.
@@ -113,12 +114,14 @@ class Attention(keras.Operation):
         # The query heads that share a key head are stacked along the length, so that keys are never repeated.
         query = ops.transpose(query * (head_dim**-0.5 if self.scale is None else self.scale), (0, 2, 1, 3))
         query = ops.reshape(query, (batch, num_kv_heads, num_heads // num_kv_heads * length, head_dim))
-        scores = ops.matmul(query, ops.transpose(key, (0, 2, 3, 1)))
+        # Scores in float32, as fused kernels have them: a score of 40 has steps of 1/4 in bfloat16.
+        exact = keras.backend.result_type(dtype, "float32")
+        scores = ops.matmul(ops.cast(query, exact), ops.cast(ops.transpose(key, (0, 2, 3, 1)), exact))
         scores = ops.reshape(scores, (batch, num_heads, length, slots))
-        scores = ops.cast(scores, keras.backend.result_type(dtype, "float32"))
         if mask is not None:
-            scores = ops.where(mask, scores, ops.full((), _MASKED_SCORE, scores.dtype))
-        weights = ops.cast(ops.softmax(scores, axis=-1), dtype)
+            scores = ops.where(mask, scores, ops.full((), _MASKED_SCORE, exact))
+        # Not `ops.softmax`, which warns of a single key: the first step of a growing cache has one.
+        weights = ops.cast(keras_backend.nn.softmax(scores, axis=-1), dtype)
         dropped = keras.random.dropout(weights, self.dropout, seed=self._seed) if self.dropout else weights
         dropped = ops.reshape(dropped, (batch, num_kv_heads, num_heads // num_kv_heads * length, slots))
         output = ops.matmul(dropped, ops.transpose(value, (0, 2, 1, 3)))

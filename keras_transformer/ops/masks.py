@@ -7,6 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
+_MARK = "_keras_transformer_causal"
+
 
 def causal_mask(positions: Any, key_positions: Any) -> Any:
     """Each query attends to the keys at its own position and before.
@@ -35,10 +37,11 @@ def square_causal_mask(x: Any) -> Any:
 def as_causal(mask: Any) -> tuple[Any, bool]:
     """Splits an attention mask into (mask, causal): (None, True) for an unchanged `square_causal_mask`.
 
-    The mask is known by a mark on the tensor, which anything computed from it does not carry. Where a backend's
-    tensors take no mark, the mask is simply applied: the result is the same.
+    The mask is known by a mark on the tensor, which nothing computed from it carries. Where a tensor takes no mark (in
+    a function that JAX compiles), the mask is simply applied: the result is the same.
     """
-    return (None, True) if getattr(mask, "_keras_transformer_causal", False) else (mask, False)
+    causal = getattr(mask, _MARK, None) == (_version(mask),)
+    return (None, True) if causal else (mask, False)
 
 
 class CausalMask(keras.Operation):
@@ -75,7 +78,15 @@ class SquareCausalMask(keras.Operation):
 
 def _marked(mask):
     try:
-        mask._keras_transformer_causal = True
+        setattr(mask, _MARK, (_version(mask),))
     except AttributeError:
-        pass  # JAX arrays take no attributes
+        pass
     return mask
+
+
+def _version(tensor):
+    """How often a torch tensor was changed in place; None for tensors that cannot be."""
+    try:
+        return getattr(tensor, "_version", None)
+    except RuntimeError:  # torch's inference mode keeps no count: equal to nothing, so that the mask is applied
+        return object()
