@@ -12,7 +12,7 @@ from keras_transformer import ops
 from keras_transformer.export.builder import GraphBuilder, Tensor
 from keras_transformer.export.lowering.elementwise import add, compare, compute_dtype, promoted, to_bool
 from keras_transformer.export.lowering.registry import register_lowering
-from keras_transformer.export.lowering.shaping import slice_update
+from keras_transformer.export.lowering.shaping import Repeated, scatter, slice_update
 from keras_transformer.export.lowering.sources import steps
 from keras_transformer.ops.positions import _BLOCK, _turns
 
@@ -120,6 +120,7 @@ def attend(
     query, factor = _unscaled(g, query)
     if factor != 1.0:
         scale = factor * (query.shape[-1] ** -0.5 if scale is None else scale)
+    key, value = _unrepeated(g, key, value)
     (batch, length, num_heads, _), (_, slots, num_kv_heads, _) = query.shape, key.shape
     if mask is not None:
         # ONNX Runtime rejects a mask that broadcasts over the queries.
@@ -189,6 +190,14 @@ def attend_with_weights(
     if mask is not None:
         weights = g.op("Where", mask, weights, g.scalar(0.0, dtype), dtype=dtype)
     return g.transpose(g.matmul(weights, g.transpose(value, _HEADS_FIRST)), _HEADS_FIRST), weights
+
+
+def _unrepeated(g, key, value) -> tuple[Tensor, Tensor]:
+    """`key` and `value` before each head of theirs was repeated for the query heads that share it."""
+    known = [g.facts.get(x.value) for x in (key, value)]
+    if all(isinstance(fact, Repeated) and fact.axis == 2 for fact in known) and known[0].repeats == known[1].repeats:
+        return known[0].source, known[1].source
+    return key, value
 
 
 def _past_of(g, key, value) -> tuple[_Appended, _Appended] | None:
@@ -282,9 +291,8 @@ def _write_cache(g, node, cache, key, value, start=None):
     for old, new in zip(cache, (key, value), strict=True):
         new = g.cast(new, old.dtype)
         if start is not None:
-            if isinstance(start, Tensor) and start.rank == 1:
-                raise NotImplementedError("a start for each row is not covered")
-            results.append(slice_update(g, old, {1: start}, new))
+            by_row = isinstance(start, Tensor) and start.rank == 1
+            results.append(_write_rows(g, old, start, new) if by_row else slice_update(g, old, {1: start}, new))
             continue
         past = g.transpose(old, _HEADS_FIRST)
         joined = g.concat([past, g.transpose(new, _HEADS_FIRST)], 2)
@@ -292,6 +300,15 @@ def _write_cache(g, node, cache, key, value, start=None):
         g.facts[result.value] = _Appended(past, new, joined)
         results.append(result)
     return results
+
+
+def _write_rows(g, old, start, new) -> Tensor:
+    """`old` with the rows of `new` written from a slot of their own each."""
+    batch, length = new.shape[:2]
+    slots = g.op("Add", g.unsqueeze(g.cast(start, "int64"), [1]), g.unsqueeze(steps(g, length), [0]))
+    rows = g.expand(g.unsqueeze(steps(g, batch), [1]), (batch, length))
+    indices = g.concat([g.unsqueeze(x, [2]) for x in (rows, slots)], 2)
+    return scatter(g, old, indices, new)
 
 
 @register_lowering(ops.CausalMask)

@@ -431,6 +431,47 @@ def _tanh_shrink(g, node, x):
     return g.op("Sub", x, g.op("Tanh", x))
 
 
+@register_lowering(nn.SoftShrink)
+def _soft_shrink(g, node, x):
+    x = g.cast(x, _result_dtype(node))
+    threshold = g.scalar(node.attributes["threshold"], x.dtype)
+    return g.op("Mul", g.op("Sign", x), g.op("Relu", g.op("Sub", g.op("Abs", x), threshold)))
+
+
+@register_lowering(nn.HardShrink)
+def _hard_shrink(g, node, x):
+    x = g.cast(x, _result_dtype(node))
+    kept = g.op("Greater", g.op("Abs", x), g.scalar(node.attributes["threshold"], x.dtype), dtype="bool")
+    return g.op("Where", kept, x, g.scalar(0, x.dtype), dtype=x.dtype)
+
+
+@register_lowering(nn.Threshold)
+def _threshold(g, node, x):
+    x = g.cast(x, _result_dtype(node))
+    kept = g.op("Greater", x, g.scalar(node.attributes["threshold"], x.dtype), dtype="bool")
+    return g.op("Where", kept, x, g.scalar(node.attributes["default_value"], x.dtype), dtype=x.dtype)
+
+
+@register_lowering(nn.Squareplus)
+def _squareplus(g, node, x):
+    x = g.cast(x, _result_dtype(node))
+    root = g.op("Sqrt", g.op("Add", g.op("Mul", x, x), g.scalar(node.attributes["b"], x.dtype)))
+    return g.op("Mul", g.op("Add", x, root), g.scalar(0.5, x.dtype))
+
+
+@register_lowering(nn.SparseSigmoid)
+def _sparse_sigmoid(g, node, x):
+    return g.op("HardSigmoid", g.cast(x, _result_dtype(node)), alpha=0.5, beta=0.5)
+
+
+@register_lowering(nn.SparsePlus)
+def _sparse_plus(g, node, x):
+    # The integral of the piecewise linear sigmoid: max(x, 1) - 1 beyond it, a square within.
+    x = g.cast(x, _result_dtype(node))
+    gate, one = g.op("HardSigmoid", x, alpha=0.5, beta=0.5), g.scalar(1, x.dtype)
+    return g.op("Add", g.op("Mul", gate, gate), g.op("Relu", g.op("Sub", x, one)))
+
+
 @register_lowering(nn.Glu)
 def _glu(g, node, x):
     axis = node.attributes["axis"] % x.rank

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from keras.src.ops import core
 from keras.src.ops import numpy as knp
@@ -185,6 +187,23 @@ def slice_update(g: GraphBuilder, x: Tensor, starts: dict[int, Dim | Tensor], up
     return result
 
 
+@register_lowering(core.ScatterUpdate)
+def _scatter_update(g, node, inputs, indices, updates):
+    return scatter(g, inputs, indices, updates, node.attributes["reduction"])
+
+
+@register_lowering(core.Scatter)
+def _scatter(g, node, indices, values):
+    output = node.outputs[0]
+    return scatter(g, g.expand(g.scalar(0, output.dtype), output.shape), indices, values, "add")
+
+
+def scatter(g: GraphBuilder, x: Tensor, indices: Tensor, updates: Tensor, reduction: str | None = None) -> Tensor:
+    """`x` with `updates` at the places that the rows of `indices` name."""
+    indices, updates = g.cast(indices, "int64"), g.cast(updates, x.dtype)
+    return g.op("ScatterND", x, indices, updates, reduction=reduction, shape=x.shape)
+
+
 def plus(g: GraphBuilder, start: Dim | Tensor, size: Dim) -> Dim | Tensor:
     """The sum start + size, where `start` may be a scalar tensor."""
     if isinstance(start, Tensor):
@@ -228,6 +247,15 @@ def _take_along_axis(g, node, x, indices):
     return g.op("GatherElements", x, indices, axis=axis, shape=indices.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+    """The tensor is `source` with each entry along `axis` repeated `repeats` times."""
+
+    source: Tensor
+    axis: int
+    repeats: int
+
+
 @register_lowering(knp.Repeat)
 def _repeat(g, node, x):
     repeats, axis = node.attributes["repeats"], node.attributes["axis"]
@@ -243,7 +271,9 @@ def _repeat(g, node, x):
         repeats = int(counts[0])
     wide = g.unsqueeze(x, [axis + 1])
     wide = g.expand(wide, (*x.shape[: axis + 1], repeats, *x.shape[axis + 1 :]))
-    return g.reshape(wide, (*x.shape[:axis], multiply(x.shape[axis], repeats), *x.shape[axis + 1 :]))
+    result = g.reshape(wide, (*x.shape[:axis], multiply(x.shape[axis], repeats), *x.shape[axis + 1 :]))
+    g.facts[result.value] = Repeated(x, axis, repeats)
+    return result
 
 
 @register_lowering(knp.Tile)
