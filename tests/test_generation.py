@@ -1,0 +1,350 @@
+"""Greedy generation: the rules, the two loops, and generate against a loop without a cache."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_transformer._validation import check_ids, check_length, check_not_empty, id_batch
+from keras_transformer.generation.loop import loop_tokens
+from keras_transformer.generation.rules import Rules, generated_length, greedy, trim
+from keras_transformer.generation.stream import collect_tokens, stream_tokens
+from keras_transformer.losses import MaskedCrossentropy
+from keras_transformer.models import Transformer
+from tests.checks import compiled, numpy, randomize
+
+SIZES = {"source_vocabulary_size": 11, "target_vocabulary_size": 23, "num_layers": 2, "d_model": 8, "num_heads": 2}
+SOURCE = np.array([[4, 9, 3, 5, 0, 0, 0], [1, 10, 2, 2, 7, 3, 8], [6, 0, 0, 0, 0, 0, 0]], "int32")
+
+
+def toy(seed=0, **arguments):
+    return randomize(
+        Transformer(**{**SIZES, "d_ff": 10, "dropout": 0.5, "start_id": 21, "end_id": 22, **arguments}), seed
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One model for the tests that do not change it, so that its programs are compiled once."""
+    return toy()
+
+
+def uncached(model, source, max_length):
+    """Greedy decoding that runs the whole target anew for each token, at one length; (ids, smallest top-2 gap)."""
+    target = np.zeros((len(source), max_length), "int32")
+    target[:, 0] = model.start_id
+    ids, finished, gap = np.zeros_like(target), np.zeros(len(source), bool), np.inf
+    call = compiled(lambda source, target: model({"source": source, "target": target}, training=False))
+    for position in range(max_length):
+        logits = numpy(call(ops.convert_to_tensor(source), ops.convert_to_tensor(target)))[:, position]
+        best = np.sort(logits, axis=-1)
+        gap = min(gap, (best[~finished, -1] - best[~finished, -2]).min(initial=np.inf))
+        ids[:, position] = np.where(finished, 0, logits.argmax(axis=-1))
+        finished |= ids[:, position] == model.end_id
+        if position + 1 < max_length:
+            target[:, position + 1] = ids[:, position]
+    return trim(ids, model.end_id), gap
+
+
+# Rules
+
+
+@pytest.mark.parametrize("xp", [np, ops], ids=["numpy", "keras.ops"])
+def test_greedy_takes_the_lowest_of_equal_ids(xp):
+    logits = np.array([[1, 3, 3, 0], [2, 2, 2, 2], [0, -1, -2, 5]], "float32")
+    ids = greedy(logits if xp is np else ops.convert_to_tensor(logits), xp)
+    assert keras.backend.standardize_dtype(ids.dtype) == "int32"
+    assert numpy(ids).tolist() == [1, 0, 3] if xp is ops else ids.tolist() == [1, 0, 3]
+
+
+@pytest.mark.parametrize("xp", [np, ops], ids=["numpy", "keras.ops"])
+def test_a_finished_row_is_padded(xp):
+    logits, finished = np.eye(4, dtype="float32")[[3, 2, 2]], np.array([False, False, True])
+    if xp is ops:
+        logits, finished = ops.convert_to_tensor(logits), ops.convert_to_tensor(finished)
+    tokens, finished = Rules(end_id=2, pad_id=0).next_tokens(logits, finished, xp)
+    assert [int(t) for t in tokens] == [3, 2, 0]
+    assert [bool(f) for f in finished] == [False, True, True]
+
+
+def test_filters_run_in_order_before_the_choice():
+    rules = Rules(end_id=9, filters=(lambda x, xp: xp.where(x > 2, -x, x), lambda x, xp: x + xp.arange(3)))
+    tokens, _ = rules.next_tokens(np.array([[3.0, 1.0, 0.5]]), np.array([False]))
+    assert tokens.tolist() == [2]
+
+
+def test_trim():
+    ids = np.array([[5, 2, 0, 0, 0], [5, 5, 2, 0, 0]])
+    assert trim(ids, 2).tolist() == [[5, 2, 0], [5, 5, 2]]
+    assert trim(ids, 7).shape == (2, 5)
+
+
+def test_default_length():
+    assert generated_length(7) == 57
+    assert generated_length(7, 30) == 30
+
+
+# Loops
+
+
+@pytest.mark.parametrize("max_length", [1, 5, 13])
+def test_both_loops_give_the_same_ids(max_length):
+    """From the same table of logits, with ties, in which rows end at different positions."""
+    rng = np.random.default_rng(0)
+    table = rng.integers(-3, 3, (13, 4, 7)).astype("float32")
+    table[:, :, 2] -= 2
+    table[3, 1, 2] = table[6, 2, 2] = table[11, 0, 2] = 9
+    rules = Rules(end_id=2, filters=(lambda logits, xp: logits * 2,))
+    start = np.ones(4, "int32")
+
+    def numpy_step(tokens, position):
+        return table[position] + tokens
+
+    expected = collect_tokens(numpy_step, start, max_length, rules)
+
+    @compiled
+    def run(table, start, max_length):
+        def step(tokens, position, calls):
+            logits = ops.take(table, position, axis=0) + ops.cast(tokens, "float32")
+            return logits, calls + 1
+
+        return loop_tokens(step, ops.convert_to_tensor(0), start, max_length, 16, rules)
+
+    ids = numpy(run(ops.convert_to_tensor(table), ops.convert_to_tensor(start), ops.convert_to_tensor(max_length)))
+    assert ids.shape == (4, 16)
+    np.testing.assert_array_equal(trim(ids[:, :max_length], 2), expected)
+    assert (ids[:, expected.shape[1] :] == 0).all()
+
+
+def test_streaming_stops_when_all_rows_have_ended():
+    calls = []
+
+    def step(tokens, position):
+        calls.append(position)
+        return np.eye(5)[[2 if position >= row + 2 else 4 for row in range(3)]]
+
+    rules, start = Rules(end_id=2), np.ones(3, "int32")
+    tokens = np.stack(list(stream_tokens(step, start, 100, rules)), axis=1)
+    assert tokens.tolist() == [[4, 4, 2, 0, 0], [4, 4, 4, 2, 0], [4, 4, 4, 4, 2]]
+    assert calls == [0, 1, 2, 3, 4]
+    assert len(list(stream_tokens(step, start, 100, rules, check_every=4))) == 8
+    assert len(list(stream_tokens(step, start, 3, rules, check_every=4))) == 3
+
+
+def test_rules_and_streaming_need_no_keras():
+    code = """
+import sys
+import keras_transformer._validation, keras_transformer.generation.rules, keras_transformer.generation.stream
+from keras_transformer.generation import Rules, collect_tokens
+loaded = {"keras", "tensorflow", "jax", "torch"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
+
+
+# generate
+
+
+@pytest.mark.parametrize("compile", [None, False])
+def test_equals_the_loop_without_a_cache(model, compile):
+    expected, gap = uncached(model, SOURCE, 10)
+    assert gap > 1e-4, "the example must not hang on rounding"
+    ids = model.generate(SOURCE, max_length=10, compile=compile)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, expected)
+
+
+def test_rows_end(model):
+    free, _ = uncached(model, SOURCE, 10)
+    # The token that row 0 makes at its third step, taken for the end.
+    end_id = int(free[0, 2])
+    ending = toy(end_id=end_id)
+    expected, _ = uncached(ending, SOURCE, 10)
+    ids = ending.generate(SOURCE, max_length=10)
+    np.testing.assert_array_equal(ids, expected)
+    for row, before in zip(ids, free, strict=True):
+        stop = np.flatnonzero(before == end_id)
+        length = stop[0] + 1 if len(stop) else ids.shape[1]
+        np.testing.assert_array_equal(row[:length], before[:length])
+        assert (row[length:] == 0).all()
+
+
+def test_batch_and_padding_change_nothing(model):
+    ids = model.generate(SOURCE, max_length=10)
+    wide = np.pad(SOURCE, ((0, 0), (0, 3)))
+    np.testing.assert_array_equal(model.generate(wide, max_length=10), ids)
+    ragged = [[4, 9, 3, 5], [1, 10, 2, 2, 7, 3, 8], [6]]
+    np.testing.assert_array_equal(model.generate(ragged, max_length=10), ids)
+    np.testing.assert_array_equal(model.generate(SOURCE.astype("int64")[[2, 0, 1]], max_length=10), ids[[2, 0, 1]])
+    np.testing.assert_array_equal(model.generate(ops.convert_to_tensor(SOURCE), max_length=7), ids[:, :7])
+
+
+def test_a_second_source_does_not_see_the_first(model):
+    other = np.array([[7, 7, 3, 2, 9, 9, 1], [2, 0, 0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 10, 0]], "int32")
+    first = model.generate(SOURCE, max_length=10)
+    np.testing.assert_array_equal(model.generate(other, max_length=10), uncached(model, other, 10)[0])
+    np.testing.assert_array_equal(model.generate(SOURCE, max_length=10), first)
+
+
+def test_new_weights_are_seen_and_programs_kept():
+    model = toy()
+    first = model.generate(SOURCE, max_length=10)
+    programs = dict(model._generator._programs)
+    randomize(model, seed=3)
+    second = model.generate(SOURCE, max_length=9)
+    np.testing.assert_array_equal(second, uncached(model, SOURCE, 9)[0])
+    assert not np.array_equal(first[:, :9], second)
+    assert model._generator._programs == programs
+    assert len(programs) == 1
+
+
+def test_inside_fit():
+    """In the middle of an epoch, with the weights of that moment, and without disturbing the training."""
+    ids = np.concatenate([SOURCE, SOURCE]) % 11
+    data = {"source": ids, "target": ids}
+
+    def train(callbacks):
+        model = toy(seed=1, dropout=0.0)
+        model.compile(keras.optimizers.SGD(0.5), MaskedCrossentropy())
+        history = model.fit(data, ids, batch_size=3, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return model, history.history["loss"]
+
+    generated = []
+
+    class Generate(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            generated.append(self.model.generate(SOURCE, max_length=6))
+
+    model, losses = train([Generate()])
+    assert losses == pytest.approx(train([])[1], rel=1e-6)
+    assert len(generated) == 4
+    np.testing.assert_array_equal(generated[-1], model.generate(SOURCE, max_length=6))
+    assert any(not np.array_equal(a, b) for a, b in zip(generated, generated[1:], strict=False))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision(policy):
+    model = toy(dtype=policy, num_layers=1)
+    ids = model.generate(SOURCE, max_length=5)
+    assert ids.shape == (3, 5)
+    assert (ids >= 0).all()
+    assert (ids < 23).all()
+
+
+def test_lengths(model):
+    limited = toy(max_length=7, num_layers=1)
+    assert limited.generate(SOURCE).shape[1] <= 7
+    assert limited.generate(SOURCE, max_length=1).shape == (3, 1)
+    with pytest.raises(ValueError, match="`max_length` must not exceed.*max_length=7. Received: max_length=8"):
+        limited.generate(SOURCE, max_length=8)
+    with pytest.raises(ValueError, match="`source length` must not exceed.*max_length=7. Received: source length=8"):
+        limited.generate(np.ones((1, 8), "int32"))
+    with pytest.raises(ValueError, match="`max_length` must be an integer of at least 1. Received: max_length=0"):
+        limited.generate(SOURCE, max_length=0)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ([[3, 4], [5, 11]], "from 0 to 10. Received: 11 in row 1, position 1"),
+        ([[3, 4], [5, 6], [-1, 6]], "from 0 to 10. Received: -1 in row 2, position 0"),
+        ([[3, 4], [0, 0]], r"wholly padding \(id 0\). Received: row 1"),
+        ([3, 4], "must have rank 2"),
+        (np.ones((1, 2, 3), "int32"), r"must have rank 2.*source_ids.shape=\(1, 2, 3\)"),
+        (np.ones((1, 2)), "must hold integers.*source_ids.dtype=float64"),
+        ([[1.5, 2]], "must hold integers.*float64 in row 0"),
+        ([], "at least one row"),
+        (np.ones((2, 0), "int32"), r"at least one row.*\(2, 0\)"),
+        (np.array([[3, 2**40]]), "must fit 32 bits.*row 0"),
+    ],
+)
+def test_bad_sources_are_refused_before_any_work(model, source, message):
+    with pytest.raises(ValueError, match=f"`source_ids`.*{message}"):
+        model.generate(source, max_length=3)
+
+
+def test_checks_of_ids():
+    np.testing.assert_array_equal(id_batch([[1], [2, 3]], pad_id=9), [[1, 9], [2, 3]])
+    with pytest.raises(ValueError, match="`labels`.*Received: 5 in row 13, position 0"):
+        check_ids(np.array([[5]]), 5, "labels", first_row=13)
+    check_ids(np.array([[-100, 4]]), 5, ignore_id=-100)
+    check_ids(np.zeros((0, 3), "int32"), 5)
+    check_not_empty(np.array([[0, 1]]))
+    check_length(5, 5)
+    with pytest.raises(ValueError, match="`length` must be an integer of at least 1. Received: length=True"):
+        check_length(True, 5)
+
+
+# torch
+
+
+@pytest.mark.backends("torch")
+def test_compiled_step(monkeypatch):
+    """Dynamo takes the recorded step whole and once (with its own reference backend, which needs no C++)."""
+    import torch
+
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=backend, fullgraph=True, **options))
+    model = toy(num_layers=1)
+    ids = model.generate(SOURCE, max_length=10, compile=True)
+    np.testing.assert_array_equal(ids, model.generate(SOURCE, max_length=10, compile=False))
+    randomize(model, seed=5)
+    ids = model.generate(SOURCE, max_length=9, compile=True)
+    np.testing.assert_array_equal(ids, model.generate(SOURCE, max_length=9, compile=False))
+    assert len(compilations) == 1
+
+
+@pytest.mark.backends("torch")
+def test_one_warning_without_a_compiler(monkeypatch):
+    import torch
+
+    from keras_transformer.generation import backends
+
+    def no_compiler(function, **options):
+        def call(*args):
+            raise RuntimeError("no working C++ compiler found")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    monkeypatch.setattr(backends._TorchStep, "_compiler_works", True)
+    model = toy(num_layers=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        ids = model.generate(SOURCE, max_length=10, compile=True)
+        model.generate(SOURCE[:2], max_length=10, compile=True)
+    assert ["no working C++ compiler found" in str(warning.message) for warning in caught] == [True]
+    np.testing.assert_array_equal(ids, model.generate(SOURCE, max_length=10, compile=False))
+
+
+@pytest.mark.backends("torch")
+def test_the_device_is_seldom_waited_for(monkeypatch):
+    """A tensor's truth value is asked for once in eight tokens only, and nothing else leaves the device."""
+    import torch
+
+    model = toy(num_layers=1)
+    model.generate(SOURCE, max_length=24)
+    waits = []
+    for name in ("__bool__", "item", "__int__", "__index__", "__float__", "tolist"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(tensor, *args, original=original, name=name):
+            waits.append(name)
+            return original(tensor, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    ids = model.generate(SOURCE, max_length=24)
+    assert ids.shape == (3, 24)
+    assert len(waits) <= 4, waits
