@@ -132,9 +132,9 @@ def export_onnx(
                 padded_rows=padded_rows,
                 tolerance=tolerance,
                 json_path=folder / "verification.json",
+                name=str(path),
                 verbose=verbose,
             )
-            report.path = str(path)
         if path.suffix == ".onnx":
             _install_file(folder, path)
         else:

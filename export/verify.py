@@ -37,6 +37,7 @@ def verify_onnx(
     padded_rows: str = "exact",
     session_options=None,
     json_path: str | os.PathLike | None = None,
+    name: str | None = None,
     verbose: bool = True,
     progress: bool | None = None,
 ) -> Report:
@@ -58,6 +59,7 @@ def verify_onnx(
         padded_rows: `"exact"` compares padding positions like all others; `"any"` leaves them out.
         session_options: `onnxruntime.SessionOptions`; the default has all optimisations on, as in production.
         json_path: where to write the report as JSON, also when the check fails.
+        name: what the report calls the file; its path if None.
         verbose: print the report's table.
         progress: show a progress bar; default: only on a terminal.
 
@@ -77,7 +79,7 @@ def verify_onnx(
     if len(tolerance) != 2 or min(tolerance) < 0:
         raise ValueError(f"`tolerance` must be (absolute, relative). Received: tolerance={tolerance!r}")
     path = pathlib.Path(path)
-    report = Report(str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
+    report = Report(name or str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
     check = Check(report, session_options, progress)
     if path.is_dir() and runtime.read_config(path)["kind"] == "encoder-decoder":
         from keras_transformer.export.verify_transformer import verify_transformer

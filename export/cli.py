@@ -1,0 +1,360 @@
+"""The `keras-transformer` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+BACKENDS = ("tensorflow", "jax", "torch")
+
+DESCRIPTION = """\
+Exports Keras Transformers to ONNX, verified against ONNX Runtime, and runs the result without Keras.
+
+  keras-transformer demo                               train, export, verify and run a small model
+  keras-transformer export model.keras exported        write ONNX graphs, compare them with Keras
+  keras-transformer verify model.keras exported        compare again
+  keras-transformer translate exported < in > out      one line in, one line out; needs no Keras
+  keras-transformer info exported                      what a directory holds; needs no Keras
+
+Exit status: 0 success; 1 the model cannot be exported or differs from its export; 2 wrong usage or input."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command with `arguments` (default: those of the process) and returns its exit status."""
+    options = parser().parse_args(arguments)
+    if getattr(options, "backend", None):
+        os.environ["KERAS_BACKEND"] = options.backend  # read at the first import of Keras
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    from keras_transformer.export.errors import ExportError
+
+    try:
+        return options.run(options) or 0
+    except ExportError as error:
+        return _failed(error, 1)
+    except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, BrokenPipeError):
+            # Whoever read our output has seen enough; there is nothing left to flush to.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return _failed(error, 2)
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    top = argparse.ArgumentParser(
+        prog="keras-transformer", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(run, name, summary, description):
+        sub = commands.add_parser(
+            name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    demo = command(
+        _demo,
+        "demo",
+        "train, export, verify and run a small model",
+        "Teaches a small Transformer to turn dates in several styles into ISO dates (about three minutes on two CPU\n"
+        "cores, nothing is downloaded), exports it, verifies it, and compares Keras with ONNX Runtime on new dates.",
+    )
+    _backend(demo)
+    demo.add_argument(
+        "--output", metavar="DIR", default="demo", help="where model, export and pictures go (default: %(default)s)"
+    )
+
+    export = command(
+        _export,
+        "export",
+        "export a saved model to ONNX and verify it",
+        "Exports a saved Keras model. A keras_transformer.models.Transformer becomes an encoder and a decoder graph\n"
+        "with key/value cache; any other model one graph. Batch and lengths stay free. Before the files appear in\n"
+        "DIR, ONNX Runtime is compared with Keras over a grid of sizes and masks; a failed export leaves nothing.",
+    )
+    _model_and_directory(export, "directory to write")
+    export.add_argument("--opset", type=int, default=23, help="version of the ONNX operators (default: %(default)s)")
+    export.add_argument(
+        "--min-length", type=int, metavar="N", help="smallest size of every free axis but the batch (default: 1)"
+    )
+    export.add_argument("--max-length", type=int, metavar="N", help="largest size (default: the model's own limit)")
+    export.add_argument(
+        "--logits",
+        choices=("all", "last"),
+        default="all",
+        help="encoder-decoder models: logits of all positions, or only the last one's, which is all that generation "
+        "needs (default: %(default)s)",
+    )
+    export.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to put beside the graphs, for `translate`")
+    export.add_argument("--force", action="store_true", help="write into DIR although it holds other files")
+    _comparison(export)
+
+    verify = command(
+        _verify,
+        "verify",
+        "compare a saved model with its export",
+        "Compares Keras with ONNX Runtime, as `export` does, and prints the largest error of every output.\n"
+        "Exit status 1 if they differ by more than the tolerance.",
+    )
+    _model_and_directory(verify, "exported directory or .onnx file")
+    verify.add_argument("--json", metavar="FILE", help="write the whole report there")
+    _comparison(verify)
+
+    translate = command(
+        _translate,
+        "translate",
+        "translate lines of text with an exported model",
+        "Reads lines of UTF-8 text and writes one line for each. Needs ONNX Runtime and tokenizers, and no Keras.\n"
+        "Empty lines stay empty.",
+    )
+    translate.add_argument("directory", metavar="DIR", help="exported directory with a tokenizer.json")
+    translate.add_argument(
+        "--max-length", type=int, metavar="N", help="longest output, in tokens (default: input + 50)"
+    )
+    translate.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="lines translated together (default: %(default)s)"
+    )
+    translate.add_argument("--threads", type=int, metavar="N", help="threads of ONNX Runtime (default: all cores)")
+    translate.add_argument(
+        "--provider",
+        action="append",
+        metavar="NAME",
+        help="ONNX Runtime execution provider, such as CUDAExecutionProvider; may be given again as a second choice "
+        "(default: CPUExecutionProvider)",
+    )
+
+    info = command(
+        _info,
+        "info",
+        "say what an exported directory holds",
+        "Prints kind, sizes, versions, files, inputs and outputs of an exported model, and how it was verified.\n"
+        "Checks that every file is whole. Needs no Keras.",
+    )
+    info.add_argument("directory", metavar="DIR", help="exported directory")
+    return top
+
+
+def _backend(sub):
+    sub.add_argument(
+        "--backend", choices=BACKENDS, help="Keras backend (default: KERAS_BACKEND, else Keras' own setting)"
+    )
+
+
+def _model_and_directory(sub, directory_help):
+    sub.add_argument("model", metavar="MODEL.keras", help="model saved by `model.save`")
+    sub.add_argument("directory", metavar="DIR", help=directory_help)
+    _backend(sub)
+    sub.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="Python module with the model's own layers, imported before the model is loaded; may be given again",
+    )
+
+
+def _comparison(sub):
+    sub.add_argument(
+        "--samples", metavar="FILE.npz", help="arrays by input name to compare with (default: made-up inputs)"
+    )
+    sub.add_argument(
+        "--tolerance",
+        type=float,
+        nargs=2,
+        default=(1e-5, 1e-5),
+        metavar=("ABSOLUTE", "RELATIVE"),
+        help="largest error allowed: ABSOLUTE + RELATIVE * largest output (default: 1e-5 1e-5)",
+    )
+    sub.add_argument(
+        "--padded-rows",
+        choices=("exact", "any"),
+        default="exact",
+        help="whether padding positions are compared too (default: %(default)s)",
+    )
+
+
+def _demo(options) -> int:
+    _need_backend()
+    from keras_transformer.export import demo
+
+    results = demo.run(options.output)
+    if results["differing_outputs"]:
+        return _failed(f"{results['differing_outputs']} outputs of ONNX Runtime differ from those of Keras.", 1)
+    if results["onnx_exact_match"] < 0.98:
+        return _failed(f"Only {results['onnx_exact_match']:.1%} exact match was learnt; 98% is usual.", 1)
+    return 0
+
+
+def _export(options):
+    model = _load(options)
+    tokenizer = None
+    if options.tokenizer:
+        from keras_transformer.text import Tokenizer
+
+        tokenizer = Tokenizer.load(options.tokenizer)
+    from keras_transformer.export import export_onnx
+
+    export_onnx(
+        model,
+        options.directory,
+        min_length=options.min_length,
+        max_length=options.max_length,
+        opset=options.opset,
+        samples=_samples(options.samples),
+        padded_rows=options.padded_rows,
+        tolerance=tuple(options.tolerance),
+        logits=options.logits,
+        tokenizer=tokenizer,
+        force=options.force,
+    )
+    print(f"Wrote {options.directory}")
+
+
+def _verify(options):
+    from keras_transformer.export import runtime
+
+    path = pathlib.Path(options.directory)
+    if path.suffix != ".onnx":
+        runtime.read_config(path)  # before the model is loaded, which takes longer
+    from keras_transformer.export import verify_onnx
+
+    verify_onnx(
+        _load(options),
+        path,
+        samples=_samples(options.samples),
+        padded_rows=options.padded_rows,
+        tolerance=tuple(options.tolerance),
+        json_path=options.json,
+    )
+
+
+def _translate(options):
+    from keras_transformer.export.runtime import OnnxTransformer
+
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(encoding="utf-8", newline="\n")
+    runner = OnnxTransformer(options.directory, options.provider, options.threads)
+    # A person at a terminal gets each answer at once; a pipe gets batches of lines of similar length.
+    size = 1 if sys.stdin.isatty() else 16 * options.batch_size
+    for lines in _chunks(_progress(sys.stdin, "Translating"), size):
+        texts = [line.removesuffix("\n").removesuffix("\r") for line in lines]
+        filled = [text for text in texts if text.strip()]
+        results = iter(runner.translate(filled, options.max_length, options.batch_size))
+        for text in texts:
+            print(" ".join(next(results).splitlines()) if text.strip() else "")
+        sys.stdout.flush()
+
+
+def _info(options):
+    from keras_transformer.export import runtime
+
+    directory = pathlib.Path(options.directory)
+    config = runtime.read_config(directory)
+    files, versions = config.pop("files"), config.pop("versions", {})
+    for key, value in config.items():
+        if key not in ("format", "format_version"):
+            print(f"{key:24} {value}")
+    print(f"{'made with':24} {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    print(f"{'verified':24} {_verified(directory / 'verification.json')}")
+    for name, entry in files.items():
+        print(f"\n{name} ({entry['size']:,} bytes)")
+        if name.endswith(".onnx"):
+            session = runtime.open_session(directory / name)
+            for word, nodes in (("in", session.get_inputs()), ("out", session.get_outputs())):
+                for node in nodes:
+                    print(f"  {word:4} {node.name:28} {node.type[7:-1]:8} ({', '.join(map(str, node.shape))})")
+
+
+def _verified(path):
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "no"
+    verdict = "yes" if report["passed"] else "no, it failed"
+    made = ", ".join(f"{name} {report['versions'][name]}" for name in ("keras", "backend", "onnxruntime"))
+    return f"{verdict}: {len(report['comparisons'])} comparisons, largest error {report['max_error']:.2g} ({made})"
+
+
+def _load(options):
+    """The saved model, once the modules that define its layers are imported."""
+    path = pathlib.Path(options.model)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file.")
+    keras = _need_backend()
+    sys.path.insert(0, os.getcwd())
+    for name in options.imports:
+        importlib.import_module(name)
+    try:
+        return keras.saving.load_model(path, compile=False)
+    except TypeError as error:  # what Keras raises for a class that it does not know
+        raise ValueError(f"{path} cannot be loaded. If it has layers of your own, see --import. {error}") from error
+
+
+def _need_backend():
+    """The `keras` module; says how to install the chosen backend where it is missing."""
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in BACKENDS:
+            raise ImportError(
+                f"The Keras backend {name!r} is not installed: pip install 'keras-transformer-onnx[{name}]', or choose "
+                "another one with --backend."
+            ) from error
+        raise
+    return keras
+
+
+def _samples(path):
+    if path is None:
+        return None
+    import numpy as np
+
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
+def _chunks(lines: Iterable[str], size: int) -> Iterator[list[str]]:
+    chunk: list[str] = []
+    for line in lines:
+        chunk.append(line)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _progress(lines, what):
+    """`lines`, counted on the terminal where the output goes elsewhere."""
+    if sys.stdin.isatty() or sys.stdout.isatty() or not sys.stderr.isatty():
+        return lines
+    import rich.console
+    import rich.progress
+
+    columns = (rich.progress.TextColumn(what), rich.progress.SpinnerColumn(), rich.progress.MofNCompleteColumn())
+    console = rich.console.Console(stderr=True)
+    return _counted(lines, rich.progress.Progress(*columns, console=console, transient=True))
+
+
+def _counted(lines, progress):
+    with progress:
+        yield from progress.track(lines, total=None)
+
+
+def _failed(message, status) -> int:
+    print(f"keras-transformer: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
