@@ -48,30 +48,38 @@ def weights_of(layer):
 
 def gradients(layer, loss, *args, **kwargs):
     """The gradients of `loss(layer(*args, **kwargs))` with respect to the layer's trainable weights, as arrays."""
+    return outputs_and_gradients(layer, loss, *args, **kwargs)[1]
+
+
+def outputs_and_gradients(layer, loss, *args, **kwargs):
+    """The layer's outputs, as tensors, and the gradients, as arrays."""
     backend = keras.config.backend()
     args, kwargs = keras.tree.map_structure(_tensor, (args, kwargs))
     if backend == "tensorflow":
         import tensorflow as tf
 
         with tf.GradientTape() as tape:
-            value = loss(layer(*args, **kwargs))
+            outputs = layer(*args, **kwargs)
+            value = loss(outputs)
         result = tape.gradient(value, [v.value for v in layer.trainable_variables])
     elif backend == "jax":
         import jax
 
         def function(trainable):
-            outputs, _ = layer.stateless_call(
-                trainable, [v.value for v in layer.non_trainable_variables], *args, **kwargs
-            )
-            return loss(outputs)
+            # Not `stateless_call`: it skips `__call__`, and with it the casts of mixed precision.
+            with keras.StatelessScope(zip(layer.trainable_variables, trainable, strict=True)):
+                outputs = layer(*args, **kwargs)
+                return loss(outputs), outputs
 
-        result = jax.jit(jax.grad(function))([v.value for v in layer.trainable_variables])
+        trainable = [v.value for v in layer.trainable_variables]
+        result, outputs = jax.jit(jax.grad(function, has_aux=True))(trainable)
     else:
         for variable in layer.trainable_variables:
             variable.value.grad = None
-        loss(layer(*args, **kwargs)).backward()
+        outputs = layer(*args, **kwargs)
+        loss(outputs).backward()
         result = [v.value.grad for v in layer.trainable_variables]
-    return [numpy(ops.convert_to_tensor(gradient)) for gradient in result]
+    return outputs, [numpy(ops.convert_to_tensor(gradient)) for gradient in result]
 
 
 def compiled(function):
@@ -127,13 +135,8 @@ def _check_config(cls, config):
 
 def _check_build(cls, config, inputs, call):
     """`build` alone makes every weight that a call makes."""
-    shapes = {f"{name}_shape": (None, *array.shape[1:]) for name, array in inputs.items()}
-    names = list(inspect.signature(cls.build).parameters)[1:]
-    arguments = [shapes.get(f"{name}_shape", shapes.get(name)) for name in names]
-    if len(names) == 1:
-        arguments = [next(iter(shapes.values()))]
     layer, called = cls(**config), cls(**config)
-    layer.build(*arguments)
+    _build(layer, inputs)
     built = [(w.name, tuple(w.shape)) for w in layer.weights]
     called(**inputs, **call)
     assert [(w.name, tuple(w.shape)) for w in called.weights] == built
@@ -182,21 +185,28 @@ def _check_saved(layer, inputs, call, expected):
 def _check_policy(cls, config, policy, inputs, call, trainable):
     """Outputs have the compute dtype, outputs and gradients are finite, variables have the variable dtype."""
     layer = cls(**config, dtype=policy)
-    outputs = layer(**inputs, **call)
-    for tensor in keras.tree.flatten(outputs):
-        dtype = keras.backend.standardize_dtype(tensor.dtype)
-        assert dtype in (layer.compute_dtype, "bool")
-        assert np.isfinite(numpy(tensor)).all()
-    if not trainable:
-        return
-    assert {keras.backend.standardize_dtype(w.dtype) for w in layer.weights} == {layer.variable_dtype}
+    _build(layer, inputs)
 
     def loss(outputs):
         first = keras.tree.flatten(outputs)[0]
         return ops.mean(ops.square(ops.cast(first, "float32")))
 
-    for gradient in gradients(layer, loss, **inputs, **call):
-        assert np.isfinite(gradient).all()
+    if trainable:
+        assert {keras.backend.standardize_dtype(w.dtype) for w in layer.weights} == {layer.variable_dtype}
+        outputs, found = outputs_and_gradients(layer, loss, **inputs, **call)
+        assert all(np.isfinite(gradient).all() for gradient in found)
+    else:
+        outputs = layer(**inputs, **call)
+    for tensor in keras.tree.flatten(outputs):
+        assert keras.backend.standardize_dtype(tensor.dtype) in (layer.compute_dtype, "bool")
+        assert np.isfinite(numpy(tensor)).all()
+
+
+def _build(layer, inputs):
+    """Builds the layer as Keras does at its first call."""
+    shapes = {name: (None, *array.shape[1:]) for name, array in inputs.items()}
+    names = [name.removesuffix("_shape") for name in inspect.signature(layer.build).parameters]
+    layer.build(*([shapes[name] for name in names if name in shapes] or [next(iter(shapes.values()))]))
 
 
 def close(actual, expected, tolerance=TOLERANCE):

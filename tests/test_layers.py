@@ -90,11 +90,11 @@ def test_every_public_layer_is_checked():
     assert {case[0].__name__ for case in CASES.values()} == set(layers.__all__)
 
 
-def translation_model(dropout=0.0):
+def translation_model():
     source = keras.Input((None,), dtype="int32", name="source")
     target = keras.Input((None,), dtype="int32", name="target")
     embedding, positions = layers.TokenEmbedding(17, 12), layers.SinusoidalPositionalEncoding()
-    arguments = {"num_layers": 1, "num_heads": 3, "d_ff": 11, "dropout": dropout}
+    arguments = {"num_layers": 1, "num_heads": 3, "d_ff": 11, "dropout": 0.0}
     memory = layers.TransformerEncoder(**arguments)(positions(embedding(source)))
     output = layers.TransformerDecoder(**arguments)(positions(embedding(target)), memory=memory)
     return keras.Model({"source": source, "target": target}, embedding(output, reverse=True))
@@ -175,11 +175,11 @@ def test_compiled_training_has_the_same_losses():
     assert losses[0][0] != losses[0][2]
 
 
-def test_dropout_is_live_in_training_only():
-    model = translation_model(dropout=0.5)
-    inputs, _ = translation_batch()
-    inference = [model.predict(inputs, verbose=0) for _ in range(2)]
-    training = [numpy(model(inputs, training=True)) for _ in range(2)]
+@pytest.mark.parametrize("cls", [layers.MultiHeadSelfAttention, layers.FeedForward])
+def test_dropout_is_live_in_training_only(cls):
+    layer = cls(3, dropout=0.5)
+    inference = [numpy(layer(X["x"], training=False)) for _ in range(2)]
+    training = [numpy(layer(X["x"], training=True)) for _ in range(2)]
     np.testing.assert_array_equal(*inference)
     assert not np.allclose(*training) and not np.allclose(training[0], inference[0])
 

@@ -106,9 +106,6 @@ class TestParameters:
         encoded = TransformerEncoderBlock(2, 32)(memory)
         model = keras.Model([x, memory], TransformerDecoderBlock(2, 32)(x, memory=encoded))
         assert model.count_params() == 2224 + 3344
-        before = [w.path for w in model.weights]
-        model([np.ones((1, 3, 16), "float32"), np.ones((1, 2, 16), "float32")])
-        assert [w.path for w in model.weights] == before
 
     def test_the_defaults_are_the_base_model(self):
         encoder, decoder = TransformerEncoder(), TransformerDecoder()
@@ -165,34 +162,34 @@ class TestMasks:
         mask = np.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)
         encoder = TransformerEncoder(2, 2, 11, dropout=0.0)
         encoder.build(x.shape)
-        run = quick(lambda x, mask=None: encoder(x, padding_mask=mask))
+        run = quick(lambda x: encoder(x))
 
         def loss(y):
             return ops.mean(ops.square(y[0, :3]))
 
-        output = numpy(run(x, mask))
+        output, both = checks.outputs_and_gradients(encoder, loss, x, padding_mask=mask)
+        output = numpy(output)
         assert np.isfinite(output).all()
         close(output[0, :3], numpy(run(x[:1, :3]))[0], 1e-5)
-        both = checks.gradients(encoder, loss, x, padding_mask=mask)
         alone = checks.gradients(encoder, loss, x[:1], padding_mask=mask[:1])
         largest = max(np.abs(gradient).max() for gradient in alone)
         for one, two in zip(both, alone, strict=True):
             assert np.isfinite(one).all()
             np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6 * largest)
 
-    @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16"])
+    @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
     def test_a_wholly_padded_row_in_half_precision(self, policy):
         x = np.random.default_rng(3).normal(size=(2, 4, 8)).astype("float32")
         mask = np.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)
         encoder = TransformerEncoder(1, 2, 11, dropout=0.0, dtype=policy)
         encoder.build(x.shape)
-        assert np.isfinite(numpy(quick(lambda x: encoder(x, padding_mask=mask))(x))).all()
 
         def loss(y):
             return ops.mean(ops.square(ops.cast(y, "float32")[0, :3]))
 
-        for gradient in checks.gradients(encoder, loss, x, padding_mask=mask):
-            assert np.isfinite(gradient).all()
+        output, gradients = checks.outputs_and_gradients(encoder, loss, x, padding_mask=mask)
+        assert np.isfinite(numpy(output)).all()
+        assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
 class TestWeights:
@@ -213,8 +210,9 @@ class TestWeights:
 
 
 class TestCache:
-    @pytest.mark.parametrize("form", ["append", "scalar", "rows"])
-    @pytest.mark.parametrize("with_memory", [False, True])
+    @pytest.mark.parametrize(
+        "form, with_memory", [("append", True), ("scalar", True), ("rows", True), ("scalar", False)]
+    )
     def test_equals_no_cache(self, form, with_memory):
         """A first part, then token by token."""
         decoder = built(TransformerDecoder, *((D, E) if with_memory else (D,)), num_layers=2, norm_first=True)
@@ -225,7 +223,7 @@ class TestCache:
         cache = decoder.init_cache(B, 0 if form == "append" else T + 2)
         step = quick(lambda x, cache, start: decoder(x, cache=cache, start=start, **memory))
         outputs = []
-        for start, stop in ((0, 2), (2, 3), (3, 4), (4, 5)):
+        for start, stop in ((0, 3), (3, 4), (4, 5)):
             first = {
                 "append": None,
                 "scalar": ops.convert_to_tensor(start, "int32"),
