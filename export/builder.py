@@ -89,9 +89,9 @@ class GraphBuilder:
         """The initializer that holds `weight`."""
         if weight not in self._weights:
             array = np.ascontiguousarray(weight.array).astype(numpy_dtype(weight.dtype), copy=False)
-            name = weight.name
-            if name in self._initializers and not _same(self._initializers[name].array, array):
-                name = f"{weight.name}.{weight.dtype}"
+            name, count = weight.name, 1
+            while name in self._initializers and not _same(self._initializers[name].array, array):
+                name, count = f"{weight.name}.{weight.dtype}" + (f".{count}" if count > 1 else ""), count + 1
             self._weights[weight] = self._initializer(name, array, weight.dtype)
             self._weight_values.add(self._weights[weight].value)
         return self._weights[weight]
