@@ -25,7 +25,7 @@ _KERAS_HIDDEN_DEFAULT = -0.7 * 3.38953e38
 
 @dataclasses.dataclass(frozen=True)
 class _Causal:
-    """The tensor is the causal mask of a sequence that starts at position 0."""
+    """The tensor is the causal mask (T, S) of a sequence that starts at position 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +221,9 @@ def _split_causal(g, mask) -> tuple[Tensor | None, bool]:
     both = g.producer(mask, "And")
     if both is not None and both[0].rank == both[1].rank:
         for one, other in (both, both[::-1]):
-            if isinstance(g.facts.get(one.value), _Causal):
-                return other, True
+            rest, causal = _split_causal(g, one)
+            if causal:
+                return (other if rest is None else g.op("And", rest, other, dtype="bool")), True
     return mask, False
 
 
@@ -320,9 +321,7 @@ def _causal_mask(g, node, positions, key_positions):
 
 @register_lowering(ops.SquareCausalMask)
 def _square_causal_mask(g, node, x):
-    mask = g.unsqueeze(_square_mask(g, x.shape[1], x.shape[1]), [0])
-    g.facts[mask.value] = _Causal()
-    return mask
+    return g.unsqueeze(_square_mask(g, x.shape[1], x.shape[1]), [0])
 
 
 def note_steps(g: GraphBuilder, x: Tensor, source: Tensor, axis: int) -> None:
@@ -340,14 +339,15 @@ def _greater_equal(g, node, x1, x2):
         lead, shape = x1.rank - 2, x1.shape
         counted = rows == _Steps(lead) and columns == _Steps(lead + 1) and shape == x2.shape
         if counted and shape[lead] == shape[lead + 1] and all(dim == 1 for dim in shape[:lead]):
-            mask = g.unsqueeze(_square_mask(g, shape[lead], shape[lead]), list(range(lead)))
-            g.facts[mask.value] = _Causal()
-            return mask
+            return g.unsqueeze(_square_mask(g, shape[lead], shape[lead]), list(range(lead)))
     return compare(g, node, x1, x2)
 
 
 def _square_mask(g, length, slots) -> Tensor:
-    return g.op("LessOrEqual", g.unsqueeze(steps(g, slots), [0]), g.unsqueeze(steps(g, length), [1]), dtype="bool")
+    rows, columns = g.unsqueeze(steps(g, length), [1]), g.unsqueeze(steps(g, slots), [0])
+    mask = g.op("LessOrEqual", columns, rows, dtype="bool")
+    g.facts[mask.value] = _Causal()
+    return mask
 
 
 @register_lowering(ops.SinusoidalEncoding)
