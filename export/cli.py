@@ -240,9 +240,9 @@ def _verify(options):
 def _translate(options):
     from keras_transformer.export.runtime import OnnxTransformer
 
+    runner = OnnxTransformer(options.directory, options.provider, options.threads)
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", newline="\n")
-    runner = OnnxTransformer(options.directory, options.provider, options.threads)
     # A person at a terminal gets each answer at once; a pipe gets batches of lines of similar length.
     size = 1 if sys.stdin.isatty() else 16 * options.batch_size
     for lines in _chunks(_progress(sys.stdin, "Translating"), size):

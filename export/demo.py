@@ -96,7 +96,7 @@ def look_up(train: Sequence[Pair], texts: Sequence[str]) -> list[str]:
         for row, text in enumerate(texts):
             for i in range(len(text) - 2):
                 table[row, int.from_bytes(text[i : i + 3].encode()) % 1021] += 1
-        return table / np.linalg.norm(table, axis=1, keepdims=True)
+        return table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1)
 
     nearest = (counts(texts) @ counts([source for source, _ in train]).T).argmax(axis=1)
     return [train[i][1] for i in nearest]
@@ -185,6 +185,7 @@ def run(
 
 
 SOURCE_LENGTH, TARGET_LENGTH, BATCH = 32, 12, 100
+MODEL_SIZE = {"num_layers": 2, "d_model": 64, "num_heads": 4, "d_ff": 128}
 
 
 def fit(tokenizer, pairs: Sequence[Pair], epochs: int, seed: int):
@@ -203,10 +204,7 @@ def fit(tokenizer, pairs: Sequence[Pair], epochs: int, seed: int):
     model = Transformer(
         tokenizer.vocabulary_size,
         tokenizer.vocabulary_size,
-        num_layers=2,
-        d_model=64,
-        num_heads=4,
-        d_ff=128,
+        **MODEL_SIZE,
         dropout=0.0,
         share_embeddings=True,
         max_length=SOURCE_LENGTH,
