@@ -182,9 +182,9 @@ class TransformerEncoderBlock(_Block):
         def feed_forward(x):
             return (self.feed_forward(x, training=training),)
 
-        x, weights = self._residual(x, attend, self.self_attention_norm, self.self_attention_dropout, training)
+        x, rest = self._residual(x, attend, self.self_attention_norm, self.self_attention_dropout, training)
         x, _ = self._residual(x, feed_forward, self.feed_forward_norm, self.feed_forward_dropout, training)
-        return results(x, *(weights or (None,)), None)
+        return results(x, rest[0] if return_weights else None, None)
 
     def compute_output_spec(
         self,

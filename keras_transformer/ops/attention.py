@@ -111,12 +111,13 @@ class Attention(keras.Operation):
         dtype = query.dtype
         batch, length, num_heads, head_dim = ops.shape(query)
         slots, num_kv_heads, value_dim = ops.shape(value)[1:]
-        # The query heads that share a key head are stacked along the length, so that keys are never repeated.
-        query = ops.transpose(query * (head_dim**-0.5 if self.scale is None else self.scale), (0, 2, 1, 3))
-        query = ops.reshape(query, (batch, num_kv_heads, num_heads // num_kv_heads * length, head_dim))
         # Scores in float32, as fused kernels have them: a score of 40 has steps of 1/4 in bfloat16.
         exact = keras.backend.result_type(dtype, "float32")
-        scores = ops.matmul(ops.cast(query, exact), ops.cast(ops.transpose(key, (0, 2, 3, 1)), exact))
+        query = ops.cast(query, exact) * (head_dim**-0.5 if self.scale is None else self.scale)
+        # The query heads that share a key head are stacked along the length, so that keys are never repeated.
+        query = ops.transpose(query, (0, 2, 1, 3))
+        query = ops.reshape(query, (batch, num_kv_heads, num_heads // num_kv_heads * length, head_dim))
+        scores = ops.matmul(query, ops.cast(ops.transpose(key, (0, 2, 3, 1)), exact))
         scores = ops.reshape(scores, (batch, num_heads, length, slots))
         if mask is not None:
             scores = ops.where(mask, scores, ops.full((), _MASKED_SCORE, exact))
@@ -139,10 +140,9 @@ class Attention(keras.Operation):
 
     def _check(self, query, key, value, mask):
         """Raises ValueError on arguments that do not fit; returns the static (B, T, S)."""
-        shapes = ", ".join(f"{n}.shape={tuple(x.shape)}" for n, x in _named(query, key, value))
         if any(len(x.shape) != 4 for x in (query, key, value)):
             raise ValueError(
-                f"`query`, `key` and `value` must have the shapes (batch, length, heads, width). Received: {shapes}"
+                f"`query`, `key` and `value` must have the shapes (batch, length, heads, width). Received: {_shapes(query, key, value)}"
             )
         batch = _one_of(query.shape[0], key.shape[0], value.shape[0])
         length, slots = query.shape[1], _one_of(key.shape[1], value.shape[1])
@@ -155,12 +155,12 @@ class Attention(keras.Operation):
         ):
             raise ValueError(
                 "`query` (B, T, N, H), `key` (B, S, K, H) and `value` (B, S, K, W) do not fit together, where K must "
-                f"divide N. Received: {shapes}"
+                f"divide N. Received: {_shapes(query, key, value)}"
             )
         if self.causal and not _agree(length, slots):
             raise ValueError(
                 "`causal=True` needs as many queries as keys; with a cache pass a `mask` made from positions. "
-                f"Received: {shapes}"
+                f"Received: {_shapes(query, key, value)}"
             )
         if mask is not None:
             _check_mask(mask, (batch, query.shape[2], length, slots))
@@ -200,8 +200,8 @@ def _causal(query):
     return ops.less_equal(steps[None, None, None, :], steps[None, None, :, None])
 
 
-def _named(query, key, value):
-    return (("query", query), ("key", key), ("value", value))
+def _shapes(query, key, value):
+    return f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
 
 
 def _one_of(*sizes):
