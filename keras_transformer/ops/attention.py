@@ -142,7 +142,8 @@ class Attention(keras.Operation):
         """Raises ValueError on arguments that do not fit; returns the static (B, T, S)."""
         if any(len(x.shape) != 4 for x in (query, key, value)):
             raise ValueError(
-                f"`query`, `key` and `value` must have the shapes (batch, length, heads, width). Received: {_shapes(query, key, value)}"
+                "`query`, `key` and `value` must have the shapes (batch, length, heads, width). "
+                f"Received: {_shapes(query, key, value)}"
             )
         batch = _one_of(query.shape[0], key.shape[0], value.shape[0])
         length, slots = query.shape[1], _one_of(key.shape[1], value.shape[1])
