@@ -104,9 +104,10 @@ class _Generaliser:
         names = list(output_names or [])
         if not names:
             names = ["output"] if len(outputs) == 1 else [f"output_{i}" for i in range(len(outputs))]
-        if len(names) != len(outputs):
+        if len(names) != len(outputs) or len({*names, *input_names}) != len(names) + len(input_names):
             raise TraceError(
-                f"`output_names` must name each of the {len(outputs)} outputs. Received: output_names={names}"
+                f"`output_names` must give each of the {len(outputs)} outputs a name that no other output and no input "
+                f"has; the inputs are {list(input_names)}. Received: output_names={names}"
             )
         return Graph(tuple(self.axes), inputs, outputs, names, nodes, list(self.weights.values()))
 

@@ -451,6 +451,7 @@ def test_what_the_user_has_is_not_overwritten_unasked(tmp_path):
         ({"min_length": 5, "max_length": 4}, "min_length=5, max_length=4"),
         ({"input_signature": ["ids"]}, "dict"),
         ({"output_names": ["a", "b"]}, "output_names"),
+        ({"output_names": ["token_ids"]}, "no input"),
     ],
 )
 def test_arguments_out_of_range_are_refused(tmp_path, kwargs, match):
