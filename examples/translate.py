@@ -232,6 +232,7 @@ def score(model, onnx_model, tokenizer, sources: list[str], references: list[str
 
     ids = tokenizer.encode(sources)
     bleu, rows = {}, {}
+    # Keras' time includes compiling a program for each shape.
     for engine, generate in (("Keras", model.generate), ("ONNX Runtime", onnx_model.generate)):
         started = time.monotonic()
         rows[engine] = translate(generate, ids)
