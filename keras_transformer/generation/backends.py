@@ -1,4 +1,4 @@
-"""How each backend runs generation: the compiled loop on TensorFlow and JAX, a traced step in the Python loop on torch."""
+"""How each backend generates: a compiled loop on TensorFlow and JAX, a traced step in the Python loop on torch."""
 
 from __future__ import annotations
 
