@@ -183,6 +183,8 @@ def _comparison(sub):
 
 
 def _demo(options) -> int:
+    # Its tensors are so small that a second thread costs more than it brings, most of all on a busy machine.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     _need_backend()
     from keras_transformer.export import demo
 

@@ -153,10 +153,11 @@ def run(
     say("\nExporting to ONNX and comparing with Keras at many sizes:")
     report = export_onnx(model, output / "onnx", tokenizer=tokenizer, force=True)
 
-    runner = OnnxTransformer(output / "onnx")
+    runner = OnnxTransformer(output / "onnx", threads=1)
     onnx_texts, onnx_speed = _timed(lambda: runner.translate(sources, TARGET_LENGTH, BATCH))
     remembered = look_up(pairs, sources)
-    _draw_attention(model, tokenizer, sources[0], keras_texts[0], output / "attention.png")
+    shown = max(range(held_out), key=lambda i: len(sources[i]))
+    _draw_attention(model, tokenizer, sources[shown], keras_texts[shown], output / "attention.png")
 
     say("\nFrom ONNX Runtime alone, held-out dates:")
     for style in range(len(STYLES)):
