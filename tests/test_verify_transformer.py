@@ -18,7 +18,7 @@ from tests import mutations
 SIZES = {
     "source_vocabulary_size": 23,
     "target_vocabulary_size": 29,
-    "num_layers": 2,
+    "num_layers": 1,
     "d_model": 12,
     "num_heads": 2,
     "d_ff": 20,
@@ -114,7 +114,7 @@ ENCODER_FAULTS = {
         graph, mutations.nodes(graph, "Range")[0].output[0], "Add", np.int32(1)
     ),
     "1% of embedding": mutations.heavier_weight("source_embedding/embeddings"),
-    "1% of value": mutations.heavier_weight("decoder/blocks.1/cross_attention/value_dense/kernel"),
+    "1% of value": mutations.heavier_weight("decoder/blocks.0/cross_attention/value_dense/kernel"),
     "other mask": lambda graph: mutations.insert(graph, "source_mask", "Not"),
 }
 DECODER_FAULTS = {
@@ -127,13 +127,13 @@ DECODER_FAULTS = {
     "fixed length": mutations.fixed_length,
     "positions": lambda graph: mutations.insert(graph, "position_ids", "Add", np.int64(1)),
     "padding": lambda graph: mutations.insert(graph, "attention_mask", "Max", np.int64(1)),
-    "key cache not used": lambda graph: mutations.insert(graph, "past_key_values.1.key", "Mul", np.float32(0)),
+    "key cache not used": lambda graph: mutations.insert(graph, "past_key_values.0.key", "Mul", np.float32(0)),
     "value cache not used": lambda graph: mutations.insert(graph, "past_key_values.0.value", "Mul", np.float32(0)),
-    "layers' caches swapped": lambda graph: mutations.swap_names(
-        graph, "cross_key_values.0.key", "cross_key_values.1.key"
+    "memory's keys and values swapped": lambda graph: mutations.swap_names(
+        graph, "cross_key_values.0.key", "cross_key_values.0.value"
     ),
     "1% of feed-forward": mutations.heavier_weight("decoder/blocks.0/feed_forward/inner_dense/kernel"),
-    "1% of bias": mutations.heavier_weight("decoder/blocks.1/self_attention/value_dense/bias"),
+    "1% of bias": mutations.heavier_weight("decoder/blocks.0/self_attention/value_dense/bias"),
 }
 
 
@@ -183,7 +183,7 @@ def test_last_logits_only(good, check, tmp_path):
 def test_given_sentences(good, check):
     _, model, directory = good
     rng = np.random.default_rng(0)
-    source, target = rng.integers(1, 23, (2, 2)), rng.integers(1, 23, (2, 3))
+    source, target = rng.integers(1, 23, (1, 2)), rng.integers(1, 23, (1, 3))
     report = check(model, directory, samples={"source": source, "target": target})
     assert {c.case.split(",")[0] for c in report.comparisons} == {"samples"}
     assert {c.sizes["length"] for c in report.comparisons} == {1, 3}
