@@ -55,17 +55,12 @@ format: $(VENV)/.installed-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# One process a backend; all of them run, and the first failure decides the exit status.
+# One process a backend, two at a time; all of them run, and a failure of any decides the exit status.
 test: lint
-	@status=0; \
-	for backend in $(BACKENDS); do \
-	  echo "== tests on $$backend"; \
-	  KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q || status=1; \
-	done; \
-	exit $$status
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(BACKENDS:%=test-%)
 
 $(BACKENDS:%=test-%): test-%: $(VENV)/.installed-tests
-	KERAS_BACKEND=$* $(BIN)/python -m pytest -q
+	KERAS_BACKEND=$* $(BIN)/python -m pytest -q -p no:cacheprovider
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -137,6 +137,9 @@ class _Tracer:
 
     def run(self, function, inputs) -> Recording:
         previous, _ACTIVE.tracer = _any_tracer(), self
+        # Inside a layer's `call` there may be one: its `training` is not this trace's.
+        context = global_state.get_global_attribute("current_call_ctx")
+        global_state.set_global_attribute("current_call_ctx", None)
         try:
             tensors = tree.map_structure(self._input, inputs)
             symbols = [self._symbol(tensor) for tensor in tree.flatten(tensors)]
@@ -151,6 +154,7 @@ class _Tracer:
             ) from error
         finally:
             _ACTIVE.tracer = previous
+            global_state.set_global_attribute("current_call_ctx", context)
         outputs = [self._freeze(output) for output in tree.flatten(outputs)]
         return Recording(self.sizes, symbols, outputs, self.calls, self.comparisons)
 
