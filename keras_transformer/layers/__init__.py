@@ -1,15 +1,11 @@
 """The Transformer's layers."""
 
 from keras_transformer.layers.attention import CrossAttention, MultiHeadSelfAttention
-from keras_transformer.layers.blocks import (
-    TransformerDecoder,
-    TransformerDecoderBlock,
-    TransformerEncoder,
-    TransformerEncoderBlock,
-)
+from keras_transformer.layers.blocks import TransformerDecoderBlock, TransformerEncoderBlock
 from keras_transformer.layers.embedding import SinusoidalPositionalEncoding, TokenEmbedding
 from keras_transformer.layers.feed_forward import FeedForward
 from keras_transformer.layers.masks import CausalMask
+from keras_transformer.layers.stacks import TransformerDecoder, TransformerEncoder
 
 __all__ = [
     "CausalMask",

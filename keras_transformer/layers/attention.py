@@ -7,8 +7,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_transformer.layers.masks import combine_masks, padding_mask_of
+from keras_transformer._validation import positive_integers, rates, sequence_width
+from keras_transformer.layers.masks import check_attention_mask, check_padding_mask, combine_masks, padding_mask_of
 from keras_transformer.ops import WriteCache, attention, causal_mask, positions, write_cache
+from keras_transformer.ops.attention import agree
 from keras_transformer.ops.masks import as_causal
 
 
@@ -17,11 +19,8 @@ class _MultiHeadAttention(keras.layers.Layer):
 
     def __init__(self, num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs):
         super().__init__(**kwargs)
-        for name, number in (("num_heads", num_heads), ("head_dim", head_dim)):
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise ValueError(f"`{name}` must be a positive integer. Received: {name}={number}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"`dropout` must be in [0, 1). Received: dropout={dropout}")
+        positive_integers(num_heads=num_heads, **({} if head_dim is None else {"head_dim": head_dim}))
+        rates(dropout=dropout)
         self.supports_masking = True
         self.num_heads = num_heads
         self.head_dim = head_dim
@@ -34,7 +33,8 @@ class _MultiHeadAttention(keras.layers.Layer):
             self.seed_generator = keras.random.SeedGenerator(seed)
 
     def _build(self, x_shape, memory_shape):
-        d_model = x_shape[-1]
+        d_model = sequence_width(x_shape)
+        sequence_width(memory_shape, "memory")
         if self.head_dim is None and d_model % self.num_heads:
             raise ValueError(
                 "`num_heads` must divide the width of the input, unless `head_dim` is given. "
@@ -59,6 +59,7 @@ class _MultiHeadAttention(keras.layers.Layer):
         return dense
 
     def _heads(self, x):
+        """(B, T, N·H) → (B, T, N, H)."""
         return ops.reshape(x, (-1, ops.shape(x)[1], self.num_heads, self.width // self.num_heads))
 
     def _attend(self, query, key, value, mask, causal, return_weights, training):
@@ -69,6 +70,24 @@ class _MultiHeadAttention(keras.layers.Layer):
         output, weights = result if return_weights else (result, None)
         output = ops.reshape(output, (-1, ops.shape(output)[1], self.width))
         return self.output_dense(output), weights
+
+    def _check_cache(self, cache, x):
+        """Raises ValueError unless `cache` is None or a pair of (B, S, N, H) for `x` (B, T, D)."""
+        if cache is None:
+            return
+        shapes = [tuple(getattr(part, "shape", ())) for part in cache] if isinstance(cache, tuple | list) else []
+        wanted = (x.shape[0], shapes[0][1] if shapes and len(shapes[0]) > 1 else None, *self._head_shape())
+        if len(shapes) != 2 or not all(
+            len(shape) == 4 and all(map(agree, shape, wanted)) for shape in shapes
+        ):
+            raise ValueError(
+                "`cache` must be a pair (keys, values), each of shape (batch, slots, heads, head width), here "
+                f"{(x.shape[0], 'slots', *self._head_shape())}. Received: "
+                f"{f'shapes {shapes}' if shapes else type(cache).__name__}"
+            )
+
+    def _head_shape(self):
+        return self.num_heads, self.width // self.num_heads
 
     def _output_specs(self, x, slots, return_weights, cache):
         """The specs of what `call` returns; `cache` is None, or the specs of the pair."""
@@ -155,8 +174,9 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
             The output (B, T, D), followed by the weights if `return_weights` and by the new cache if `cache` is given.
 
         Raises:
-            ValueError: on masks of wrong rank or dtype, or shapes that do not fit.
+            ValueError: on masks of wrong rank or dtype, shapes that do not fit, or `start` without a cache.
         """
+        self._check(x, padding_mask, attention_mask, cache, start)
         query, key, value = (self._heads(dense(x)) for dense in (self.query_dense, self.key_dense, self.value_dense))
         implicit = (mask, x_mask) if cache is None else ()
         padding_mask = padding_mask_of(padding_mask, *implicit)
@@ -183,11 +203,23 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         mask=None,
         x_mask=None,
     ):
-        slots = x.shape[1]
-        if cache is not None:
-            cache = cache_specs(cache, x, start)
-            slots = cache[0].shape[1]
+        slots = self._check(x, padding_mask, attention_mask, cache, start)
+        cache = None if cache is None else cache_specs(cache, x, start)
         return self._output_specs(x, slots, return_weights, cache)
+
+    def _check(self, x, padding_mask, attention_mask, cache, start):
+        """Raises ValueError on what does not fit `x`; returns the number of slots attended to, None if unknown."""
+        sequence_width(x.shape)
+        self._check_cache(cache, x)
+        if cache is None:
+            if start is not None:
+                raise ValueError(f"`start` needs a `cache` to write to. Received: cache=None, start={start}")
+            slots = x.shape[1]
+        else:
+            slots = cache_specs(cache, x, start)[0].shape[1]
+        check_padding_mask(padding_mask, x.shape[0], slots)
+        check_attention_mask(attention_mask, (x.shape[0], self.num_heads, x.shape[1], slots))
+        return slots
 
     def compute_output_shape(self, x_shape):
         return tuple(x_shape)
@@ -255,9 +287,10 @@ class CrossAttention(_MultiHeadAttention):
             The output (B, T, D), or the pair (output, weights).
 
         Raises:
-            ValueError: on masks of wrong rank or dtype, or if not exactly one of `memory` and `cache` is given.
+            ValueError: on masks of wrong rank or dtype, shapes that do not fit, or if not exactly one of `memory` and
+                `cache` is given.
         """
-        one_of_memory_and("cache", memory, cache)
+        self._check(x, memory, padding_mask, attention_mask, cache)
         key, value = self.project_memory(memory) if cache is None else cache
         mask = combine_masks(padding_mask_of(padding_mask, memory_mask), attention_mask)
         query = self._heads(self.query_dense(x))
@@ -266,6 +299,9 @@ class CrossAttention(_MultiHeadAttention):
 
     def project_memory(self, memory: Any) -> tuple[Any, Any]:
         """The memory's keys and values, each (B, S, N, H), to be reused as `cache`."""
+        if not self.built:
+            raise ValueError(f"{self.name} has no weights yet: call it once, or call `build(x_shape, memory_shape)`.")
+        sequence_width(memory.shape, "memory")
         return self._heads(self.key_dense(memory)), self._heads(self.value_dense(memory))
 
     def compute_output_spec(
@@ -279,9 +315,25 @@ class CrossAttention(_MultiHeadAttention):
         training=None,
         memory_mask=None,
     ):
-        one_of_memory_and("cache", memory, cache)
-        slots = (memory if cache is None else cache[0]).shape[1]
+        slots = self._check(x, memory, padding_mask, attention_mask, cache)
         return self._output_specs(x, slots, return_weights, None)
+
+    def _check(self, x, memory, padding_mask, attention_mask, cache):
+        """Raises ValueError on what does not fit `x`; returns the number of slots attended to, None if unknown."""
+        sequence_width(x.shape)
+        one_of_memory_and("cache", memory, cache)
+        self._check_cache(cache, x)
+        if cache is None:
+            sequence_width(memory.shape, "memory")
+            if not agree(memory.shape[0], x.shape[0]):
+                raise ValueError(
+                    "`memory` must have as many rows as `x`. "
+                    f"Received: x.shape={tuple(x.shape)}, memory.shape={tuple(memory.shape)}"
+                )
+        slots = (memory if cache is None else cache[0]).shape[1]
+        check_padding_mask(padding_mask, x.shape[0], slots)
+        check_attention_mask(attention_mask, (x.shape[0], self.num_heads, x.shape[1], slots))
+        return slots
 
     def compute_output_shape(self, x_shape, memory_shape=None):
         return tuple(x_shape)

@@ -7,8 +7,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_transformer._validation import positive_integers, positive_numbers, sequence_width
 from keras_transformer.ops import positions as token_positions
 from keras_transformer.ops import sinusoidal_encoding
+from keras_transformer.ops.attention import agree
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -38,9 +40,7 @@ class TokenEmbedding(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        for name, number in (("vocabulary_size", vocabulary_size), ("d_model", d_model)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"`{name}` must be a positive integer. Received: {name}={number}")
+        positive_integers(vocabulary_size=vocabulary_size, d_model=d_model)
         self.supports_masking = True
         self.vocabulary_size = vocabulary_size
         self.d_model = d_model
@@ -55,17 +55,31 @@ class TokenEmbedding(keras.layers.Layer):
             name="embeddings",
         )
 
+    def __call__(self, x: Any, reverse: bool = False, **kwargs) -> Any:
+        """Calls the layer; ids that come as floats are cast to int32 first.
+
+        Keras rebuilds a saved model by calling it on floats. They are cast here and not in `call`, because Keras rounds
+        floats to the compute dtype in between, and makes the mask from what it was given.
+        """
+        if not reverse and "float" in keras.backend.standardize_dtype(getattr(x, "dtype", "int32")):
+            x = ops.cast(x, "int32")
+        return super().__call__(x, reverse=reverse, **kwargs)
+
     def call(self, x: Any, reverse: bool = False) -> Any:
         """Embeds token ids, or projects vectors to logits.
 
         Args:
-            x: integer ids (B, T), or with `reverse` vectors (…, D).
+            x: ids (B, T), integers, or floats that are cast to such; or with `reverse` vectors (…, D).
             reverse: whether to project.
 
         Raises:
-            ValueError: if ids are not integers.
+            ValueError: if ids are booleans, or vectors are not of width D.
         """
         if reverse:
+            if x.shape[-1] != self.d_model:
+                raise ValueError(
+                    f"`x` must have the shape (…, {self.d_model}) to be projected. Received: x.shape={tuple(x.shape)}"
+                )
             return ops.matmul(x, ops.transpose(self.embeddings))
         dtype = keras.backend.standardize_dtype(x.dtype)
         if "int" not in dtype:
@@ -115,6 +129,7 @@ class SinusoidalPositionalEncoding(keras.layers.Layer):
 
     def __init__(self, max_wavelength: float = 10000, **kwargs):
         super().__init__(**kwargs)
+        positive_numbers(max_wavelength=max_wavelength)
         self.supports_masking = True
         self.max_wavelength = max_wavelength
 
@@ -123,15 +138,36 @@ class SinusoidalPositionalEncoding(keras.layers.Layer):
 
         Args:
             x: (B, T, D).
-            positions: integers (B|1, T); 0 … T-1 if None.
+            positions: integers (B|1, T), not negative; 0 … T-1 if None.
+
+        Raises:
+            ValueError: if `x` or `positions` are of another rank, or `positions` are not integers or do not fit `x`.
         """
+        self._check(x, positions)
         if positions is None:
             positions = token_positions(ops.shape(x)[1])
         encoding = sinusoidal_encoding(positions, x.shape[-1], self.max_wavelength)
         return ops.add(x, ops.cast(encoding, x.dtype))
 
     def compute_output_spec(self, x, positions=None):
+        self._check(x, positions)
         return keras.KerasTensor(x.shape, self.compute_dtype)
+
+    def _check(self, x, positions):
+        sequence_width(x.shape)
+        if positions is None:
+            return
+        shape = tuple(positions.shape)
+        if (
+            len(shape) != 2
+            or "int" not in keras.backend.standardize_dtype(positions.dtype)
+            or not (agree(shape[0], x.shape[0]) or shape[0] == 1)
+            or not agree(shape[1], x.shape[1])
+        ):
+            raise ValueError(
+                f"`positions` must be integers of shape (B|1, T), for x.shape={tuple(x.shape)}. "
+                f"Received: positions.shape={shape}, positions.dtype={positions.dtype}"
+            )
 
     def compute_output_shape(self, x_shape):
         return tuple(x_shape)

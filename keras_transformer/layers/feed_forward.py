@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from keras_transformer._validation import positive_integers, rates
 from keras_transformer.layers.attention import fresh
 
 
@@ -32,8 +33,8 @@ class FeedForward(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        if not isinstance(d_ff, int) or d_ff < 1:
-            raise ValueError(f"`d_ff` must be a positive integer. Received: d_ff={d_ff}")
+        positive_integers(d_ff=d_ff)
+        rates(dropout=dropout)
         self.supports_masking = True
         self.d_ff = d_ff
         self.activation = keras.activations.get(activation)

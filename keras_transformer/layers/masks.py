@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from keras_transformer.ops import masks as ops_masks
+from keras_transformer.ops.attention import agree
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -62,7 +63,7 @@ class CausalMask(keras.layers.Layer):
         return ops.where(mask, ops.zeros((), dtype), ops.full((), -float("inf"), dtype))
 
 
-def padding_mask_of(padding_mask: Any, *implicit: Any) -> Any:
+def padding_mask_of(padding_mask: Any, *implicit: Any, name: str = "padding_mask") -> Any:
     """The boolean (B, S) padding mask that holds: the explicit one if given, else the first implicit one.
 
     Raises:
@@ -70,37 +71,68 @@ def padding_mask_of(padding_mask: Any, *implicit: Any) -> Any:
     """
     if padding_mask is None:
         return next((mask for mask in implicit if mask is not None), None)
-    dtype = keras.backend.standardize_dtype(padding_mask.dtype)
-    if len(padding_mask.shape) != 2 or not (dtype == "bool" or "int" in dtype):
-        raise ValueError(
-            "`padding_mask` must be boolean or integer of shape (batch, length), True or 1 for real tokens. "
-            f"Received: padding_mask.shape={tuple(padding_mask.shape)}, padding_mask.dtype={dtype}"
-        )
-    return padding_mask if dtype == "bool" else ops.cast(padding_mask, "bool")
+    check_padding_mask(padding_mask, name=name)
+    return _as_boolean(padding_mask)
 
 
 def combine_masks(padding_mask: Any, attention_mask: Any) -> Any:
-    """One boolean mask, (B|1, T|1, S) or (B|1, N|1, T|1, S), from a (B, S) padding mask and an attention mask.
-
-    Raises:
-        ValueError: if `attention_mask` is not a boolean or integer tensor of rank 3 or 4.
-    """
+    """One boolean mask, (B|1, T|1, S) or (B|1, N|1, T|1, S), from masks that were checked; the first is boolean."""
     if attention_mask is not None:
-        dtype = keras.backend.standardize_dtype(attention_mask.dtype)
-        rank = len(attention_mask.shape)
-        if rank not in (3, 4) or not (dtype == "bool" or "int" in dtype):
-            raise ValueError(
-                "`attention_mask` must be boolean or integer of shape (B|1, T, S) or (B|1, N|1, T, S); a (T, S) mask "
-                "for all rows is given as (1, T, S), and a mask of padding as `padding_mask`. "
-                f"Received: attention_mask.shape={tuple(attention_mask.shape)}, attention_mask.dtype={dtype}"
-            )
-        if dtype != "bool":
-            attention_mask = ops.cast(attention_mask, "bool")
+        attention_mask = _as_boolean(attention_mask)
     if padding_mask is None:
         return attention_mask
     padding_mask = ops.expand_dims(padding_mask, 1)
     if attention_mask is None:
         return padding_mask
-    if rank == 4:
+    if len(attention_mask.shape) == 4:
         padding_mask = ops.expand_dims(padding_mask, 1)
     return ops.logical_and(attention_mask, padding_mask)
+
+
+def check_padding_mask(mask: Any, batch: Any = None, slots: Any = None, name: str = "padding_mask") -> None:
+    """Raises ValueError unless `mask` is None, or boolean or integer of shape (batch, slots), where these are known."""
+    if mask is not None and not (_is_boolean(mask) and _fits(mask, (batch, slots))):
+        raise ValueError(
+            f"`{name}` must be boolean or integer of shape (batch, length), True or 1 for real tokens; here "
+            f"{(batch, slots)}. {_received(name, mask)}"
+        )
+
+
+def check_attention_mask(mask: Any, sizes: tuple[Any, ...]) -> None:
+    """Raises ValueError unless `mask` is None, or boolean or integer and fits the `sizes` (B, N, T, S)."""
+    if mask is not None and not (
+        _is_boolean(mask) and (_fits(mask, sizes) or _fits(mask, (sizes[0], *sizes[2:])))
+    ):
+        raise ValueError(
+            "`attention_mask` must be boolean or integer of shape (B|1, T|1, S) or (B|1, N|1, T|1, S), here with "
+            f"(B, N, T, S) = {tuple(sizes)}; a (T, S) mask for all rows is given as (1, T, S), and a mask of padding "
+            f"as `padding_mask`. {_received('attention_mask', mask)}"
+        )
+
+
+def _is_boolean(mask):
+    if not hasattr(mask, "dtype"):
+        return False
+    dtype = keras.backend.standardize_dtype(mask.dtype)
+    return dtype == "bool" or "int" in dtype
+
+
+def _fits(mask, sizes):
+    """Whether a mask has `sizes`, where these are known; 1 serves for all but the last."""
+    *some, last = mask.shape
+    return (
+        len(mask.shape) == len(sizes)
+        and all(agree(size, wanted) or size == 1 for size, wanted in zip(some, sizes, strict=False))
+        and agree(last, sizes[-1])
+    )
+
+
+def _as_boolean(mask):
+    return mask if keras.backend.standardize_dtype(mask.dtype) == "bool" else ops.cast(mask, "bool")
+
+
+def _received(name, mask):
+    if not hasattr(mask, "dtype"):
+        return f"Received: {name} of type {type(mask).__name__}"
+    dtype = keras.backend.standardize_dtype(mask.dtype)
+    return f"Received: {name}.shape={tuple(mask.shape)}, {name}.dtype={dtype}"
