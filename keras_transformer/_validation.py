@@ -97,6 +97,46 @@ def check_length(length: int, limit: int | None, name: str = "length") -> None:
         raise ValueError(f"`{name}` must not exceed the model's max_length={limit}. Received: {name}={length}")
 
 
+def sequence_width(shape: Sequence[int | None], name: str = "x") -> int:
+    """The width D of a tensor of `shape` (batch, length, D).
+
+    Raises:
+        ValueError: another rank, or an unknown width.
+    """
+    if len(shape) != 3 or shape[-1] is None:
+        raise ValueError(
+            f"`{name}` must have the shape (batch, length, width), its width known. "
+            f"Received: {name}.shape={tuple(shape)}"
+        )
+    return shape[-1]
+
+
+def rates(**arguments: Any) -> None:
+    """Refuses constructor arguments that are not numbers from 0 to below 1.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, value in arguments.items():
+        if not _is_number(value) or not 0 <= value < 1:
+            raise ValueError(f"`{name}` must be in [0, 1). Received: {name}={value!r}")
+
+
+def positive_numbers(**arguments: Any) -> None:
+    """Refuses constructor arguments that are not numbers above 0.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, value in arguments.items():
+        if not _is_number(value) or not value > 0:
+            raise ValueError(f"`{name}` must be a positive number. Received: {name}={value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
 def positive_integers(**arguments: Any) -> None:
     """Refuses constructor arguments that are not integers of at least 1.
 

@@ -77,9 +77,7 @@ class _MultiHeadAttention(keras.layers.Layer):
             return
         shapes = [tuple(getattr(part, "shape", ())) for part in cache] if isinstance(cache, tuple | list) else []
         wanted = (x.shape[0], shapes[0][1] if shapes and len(shapes[0]) > 1 else None, *self._head_shape())
-        if len(shapes) != 2 or not all(
-            len(shape) == 4 and all(map(agree, shape, wanted)) for shape in shapes
-        ):
+        if len(shapes) != 2 or not all(len(shape) == 4 and all(map(agree, shape, wanted)) for shape in shapes):
             raise ValueError(
                 "`cache` must be a pair (keys, values), each of shape (batch, slots, heads, head width), here "
                 f"{(x.shape[0], 'slots', *self._head_shape())}. Received: "

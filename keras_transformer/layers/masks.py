@@ -100,9 +100,7 @@ def check_padding_mask(mask: Any, batch: Any = None, slots: Any = None, name: st
 
 def check_attention_mask(mask: Any, sizes: tuple[Any, ...]) -> None:
     """Raises ValueError unless `mask` is None, or boolean or integer and fits the `sizes` (B, N, T, S)."""
-    if mask is not None and not (
-        _is_boolean(mask) and (_fits(mask, sizes) or _fits(mask, (sizes[0], *sizes[2:])))
-    ):
+    if mask is not None and not (_is_boolean(mask) and (_fits(mask, sizes) or _fits(mask, (sizes[0], *sizes[2:])))):
         raise ValueError(
             "`attention_mask` must be boolean or integer of shape (B|1, T|1, S) or (B|1, N|1, T|1, S), here with "
             f"(B, N, T, S) = {tuple(sizes)}; a (T, S) mask for all rows is given as (1, T, S), and a mask of padding "

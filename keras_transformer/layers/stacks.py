@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_transformer._validation import positive_integers
 from keras_transformer.layers.attention import (
     cached_causal_mask,
     fresh,

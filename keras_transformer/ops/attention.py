@@ -148,8 +148,8 @@ class Attention(keras.Operation):
         batch = _one_of(query.shape[0], key.shape[0], value.shape[0])
         length, slots = query.shape[1], _one_of(key.shape[1], value.shape[1])
         if not (
-            all(_agree(x.shape[0], batch) for x in (query, key, value))
-            and _agree(key.shape[1], value.shape[1])
+            all(agree(x.shape[0], batch) for x in (query, key, value))
+            and agree(key.shape[1], value.shape[1])
             and key.shape[2] == value.shape[2]
             and query.shape[3] == key.shape[3]
             and query.shape[2] % key.shape[2] == 0
@@ -158,7 +158,7 @@ class Attention(keras.Operation):
                 "`query` (B, T, N, H), `key` (B, S, K, H) and `value` (B, S, K, W) do not fit together, where K must "
                 f"divide N. Received: {_shapes(query, key, value)}"
             )
-        if self.causal and not _agree(length, slots):
+        if self.causal and not agree(length, slots):
             raise ValueError(
                 "`causal=True` needs as many queries as keys; with a cache pass a `mask` made from positions. "
                 f"Received: {_shapes(query, key, value)}"
@@ -176,8 +176,8 @@ def _check_mask(mask, sizes):
     expected = sizes if len(shape) == 4 else (sizes[0], *sizes[2:])
     if (
         len(shape) not in (3, 4)
-        or not all(s == 1 or _agree(s, e) for s, e in zip(shape[:-1], expected[:-1], strict=True))
-        or not _agree(shape[-1], expected[-1])
+        or not all(s == 1 or agree(s, e) for s, e in zip(shape[:-1], expected[:-1], strict=True))
+        or not agree(shape[-1], expected[-1])
     ):
         raise ValueError(
             "`mask` must have the shape (B|1, T|1, S) or (B|1, N|1, T|1, S) with (B, N, T, S) = "
@@ -209,5 +209,6 @@ def _one_of(*sizes):
     return next((size for size in sizes if size is not None), None)
 
 
-def _agree(a, b):
+def agree(a: Any, b: Any) -> bool:
+    """Whether two sizes may be equal; None is an unknown one."""
     return a is None or b is None or a == b

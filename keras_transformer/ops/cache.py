@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
+
+from keras_transformer.ops.attention import agree
 
 
 def write_cache(cache: tuple[Any, Any], key: Any, value: Any, start: Any = None) -> tuple[Any, Any]:
@@ -16,7 +19,7 @@ def write_cache(cache: tuple[Any, Any], key: Any, value: Any, start: Any = None)
         key: the new keys (B, T, K, H).
         value: the new values (B, T, K, H).
         start: the slot of the first new entry: one integer for all rows, or one a row (B,). The entries fill the
-            slots `start … start+T-1`, which must exist: only a Python integer can be checked. None: append.
+            slots `start … start+T-1`, which must exist: only Python and NumPy numbers can be checked. None: append.
 
     Returns:
         The pair (keys, values), each (B, S, K, H), or (B, S+T, K, H) when appended.
@@ -43,17 +46,27 @@ class WriteCache(keras.Operation):
 
     def _check(self, cache, key, value, start):
         for name, old, new in (("key", cache[0], key), ("value", cache[1], value)):
-            if len(old.shape) != 4 or len(new.shape) != 4 or tuple(old.shape[2:]) != tuple(new.shape[2:]):
+            if (
+                len(old.shape) != 4
+                or len(new.shape) != 4
+                or tuple(old.shape[2:]) != tuple(new.shape[2:])
+                or not agree(old.shape[0], new.shape[0])
+            ):
                 raise ValueError(
-                    f"The cache's {name}s (B, S, K, H) and the new `{name}` (B, T, K, H) must agree in K and H. "
+                    f"The cache's {name}s (B, S, K, H) and the new `{name}` (B, T, K, H) must agree in B, K and H. "
                     f"Received: shapes {tuple(old.shape)} and {tuple(new.shape)}"
                 )
-        if start is not None and len(getattr(start, "shape", ())) > 1:
-            raise ValueError(
-                f"`start` must be an integer or have the shape (B,). Received: start.shape={tuple(start.shape)}"
-            )
+        if start is None:
+            return
+        shape = tuple(getattr(start, "shape", ()))
+        dtype = keras.backend.standardize_dtype(start.dtype) if hasattr(start, "dtype") else type(start).__name__
+        if len(shape) > 1 or not all(agree(size, key.shape[0]) for size in shape):
+            raise ValueError(f"`start` must be an integer or have the shape (B,). Received: start.shape={shape}")
+        if "int" not in dtype.lower():
+            raise ValueError(f"`start` must hold integers. Received: start={start!r} of type {dtype}")
         slots, length = cache[0].shape[1], key.shape[1]
-        if isinstance(start, int) and None not in (slots, length) and not 0 <= start <= slots - length:
+        concrete = isinstance(start, int | np.integer | np.ndarray)
+        if concrete and None not in (slots, length) and not np.all((0 <= start) & (start <= slots - length)):
             raise ValueError(
                 f"{length} entries from slot `start` do not fit into the {slots} slots of the cache. "
                 f"Received: start={start}"
