@@ -162,13 +162,17 @@ def _polynomial(terms: dict[tuple[Expr, ...], int], constant: int) -> Dim:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A comparison of sizes in layer code: another outcome at another size would mean another model."""
+    """A comparison of sizes in layer code: another outcome at another size would mean another model.
+
+    `sure` is False if an operand is an axis only by the look of its size, which may be a coincidence.
+    """
 
     operator: Callable[[int, int], bool]
     left: Dim
     right: Dim
     outcome: bool
     source: str
+    sure: bool = True
 
     def __str__(self):
         sign = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}[self.operator.__name__]
@@ -184,19 +188,25 @@ class SizedInt(int):
     # Keras asks numbers for their type by `getattr(x, "dtype", type(x))`, and knows no subclass of int.
     dtype = int
 
-    def __new__(cls, value: int, expr: Dim, note: Callable[[Comparison], None] = lambda comparison: None):
+    def __new__(
+        cls, value: int, expr: Dim, note: Callable[[Comparison], None] = lambda comparison: None, sure: bool = True
+    ):
         self = super().__new__(cls, value)
         self.expr = expr
         self.note = note
+        self.sure = sure
         return self
 
-    def _with(self, value: int, expr: Dim) -> int:
-        return SizedInt(value, expr, self.note) if isinstance(expr, Expr) else value
+    def _with(self, value: int, expr: Dim, other: int = 0) -> int:
+        return SizedInt(value, expr, self.note, self._sure_with(other)) if isinstance(expr, Expr) else value
+
+    def _sure_with(self, other) -> bool:
+        return self.sure and getattr(other, "sure", True)
 
     def __add__(self, other):
         if type(other) not in (int, SizedInt):
             return super().__add__(other)
-        return self._with(int(self) + int(other), add(self.expr, expr_of(other)))
+        return self._with(int(self) + int(other), add(self.expr, expr_of(other)), other)
 
     __radd__ = __add__
 
@@ -212,7 +222,7 @@ class SizedInt(int):
     def __mul__(self, other):
         if type(other) not in (int, SizedInt):
             return super().__mul__(other)
-        return self._with(int(self) * int(other), multiply(self.expr, expr_of(other)))
+        return self._with(int(self) * int(other), multiply(self.expr, expr_of(other)), other)
 
     __rmul__ = __mul__
 
@@ -225,6 +235,12 @@ class SizedInt(int):
         if type(other) is not int or other <= 0:
             return super().__mod__(other)
         return self._with(int(self) % other, modulo(self.expr, other))
+
+    def __divmod__(self, other):
+        return self // other, self % other
+
+    def __abs__(self):
+        return -self if self._compare(operator.lt, 0) else self
 
     def __bool__(self):
         return self._compare(operator.ne, 0)
@@ -254,7 +270,7 @@ class SizedInt(int):
         if type(other) in (int, SizedInt):
             frame = sys._getframe(2)
             source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            self.note(Comparison(compare, self.expr, expr_of(other), outcome, source))
+            self.note(Comparison(compare, self.expr, expr_of(other), outcome, source, self._sure_with(other)))
         return outcome
 
 
@@ -266,22 +282,38 @@ def expr_of(value: int) -> Dim:
 def counterexample(comparison: Comparison, limit: int = 4096) -> Sizes | None:
     """Sizes within the axes' ranges at which `comparison` has the other outcome; None if there are none.
 
-    A single axis is tried at every size up to `limit`; of several axes, combinations of some sizes.
+    A single axis is tried at every size up to `limit`; of several axes, combinations of some sizes. Beyond, sizes
+    around the numbers that are compared with, and very large ones.
     """
     axes = sorted(axes_of(comparison.left) | axes_of(comparison.right), key=lambda axis: axis.name)
+    numbers = {number for number in _numbers(comparison.left) | _numbers(comparison.right) if number > 1}
+    numbers |= {a * b for a, b in itertools.combinations(numbers, 2)}
     choices = []
     for axis in axes:
-        last = min(axis.minimum + limit, axis.maximum or axis.minimum + limit)
-        sizes = range(axis.minimum, last + 1)
+        sizes = range(axis.minimum, axis.minimum + limit + 1)
         if len(axes) > 1:
-            sizes = sorted({*sizes[:5], *sizes[:40:7], *sizes[:: max(1, len(sizes) // 8)], last})
-        choices.append(sizes)
+            apart = {size + number for size in sizes[:2] for number in numbers}
+            sizes = {*sizes[:5], *sizes[:40:7], *sizes[:: limit // 8], *apart}
+        around = {number + shift for number in numbers for shift in (-1, 0, 1)}
+        tried = {*sizes, *around, 10**5, 10**6, 2**31, axis.maximum or axis.minimum}
+        choices.append(sorted(n for n in tried if axis.minimum <= n <= (axis.maximum or n)))
     for combination in itertools.product(*choices):
         sizes = {axis.name: size for axis, size in zip(axes, combination, strict=True)}
         left, right = evaluate(comparison.left, sizes), evaluate(comparison.right, sizes)
         if comparison.operator(left, right) != comparison.outcome:
             return sizes
     return None
+
+
+def _numbers(dim: Dim) -> set[int]:
+    """The numbers, without their signs, in an expression."""
+    if isinstance(dim, Quotient):
+        return {dim.divisor} | _numbers(dim.numerator)
+    numbers = {abs(_constant(dim))}
+    for atoms, coefficient in _terms(dim):
+        numbers |= {abs(coefficient), abs(_constant(dim)) // abs(coefficient)}
+        numbers |= set().union(*(_numbers(atom) for atom in atoms if isinstance(atom, Quotient)))
+    return numbers
 
 
 def solve(values: Sequence[int], traces: Sequence[Sizes], axes: Sequence[Axis]) -> Dim | None:

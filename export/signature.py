@@ -46,7 +46,7 @@ def model_inputs(model: Callable, input_signature: Mapping[str, Any] | None = No
                 "`input_signature` must be a dict from input name to (shape, dtype). "
                 f"Received: input_signature={input_signature!r}"
             )
-        return [_input(name, spec) for name, spec in input_signature.items()]
+        return _in_order(model, [_input(name, spec) for name, spec in input_signature.items()])
     tensors = _declared_inputs(model)
     if tensors is None:
         raise ExportError(
@@ -63,6 +63,19 @@ def model_inputs(model: Callable, input_signature: Mapping[str, Any] | None = No
 def _input(name: str, spec: Any) -> Input:
     shape, dtype = (spec.shape, spec.dtype) if hasattr(spec, "shape") else spec
     return Input(name, tuple(shape), keras.backend.standardize_dtype(dtype))
+
+
+def _in_order(model, inputs: list[Input]) -> list[Input]:
+    """The inputs of a functional model in its own order, whatever the order of the signature."""
+    if getattr(model, "_inputs_struct", None) is None:
+        return inputs
+    own = [tensor.name for tensor in model.inputs]
+    given = {entry.name: entry for entry in inputs}
+    if len(inputs) != len(own) or len(own) > 1 and set(given) != set(own):
+        raise ExportError(
+            f"`input_signature` must name the model's inputs, {own}. Received: input_signature of {list(given)}"
+        )
+    return inputs if len(own) == 1 else [given[name] for name in own]
 
 
 def _declared_inputs(model) -> list[keras.KerasTensor] | None:
@@ -86,17 +99,28 @@ def call_by_name(model: Callable, names: Sequence[str]) -> Callable[..., Any]:
             return model(*tensors, **extra)
         if set(names) <= set(parameters):
             return model(**dict(zip(names, tensors, strict=True)), **extra)
-        if len(tensors) == 1 and not _takes_dict(model):
-            return model(tensors[0], **extra)
-        return model(dict(zip(names, tensors, strict=True)), **extra)
+        if container is dict:
+            return model(dict(zip(names, tensors, strict=True)), **extra)
+        if container is not None:
+            return model(container(tensors), **extra)
+        return model(*tensors, **extra)
 
+    container = _container(model)
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if container is None and len(names) > 1 and len(required) == 1:
+        container = dict
     return call
 
 
-def _takes_dict(model) -> bool:
-    return isinstance(getattr(model, "_build_shapes_dict", None), dict) and any(
-        isinstance(shape, dict) for shape in model._build_shapes_dict.values()
-    )
+def _container(model) -> type | None:
+    """What the model takes its inputs in, by the shapes that it was built with."""
+    shapes = getattr(model, "_build_shapes_dict", None) or {}
+    for shape in shapes.values():
+        if isinstance(shape, dict):
+            return dict
+        if isinstance(shape, list | tuple) and shape and all(isinstance(part, list | tuple) for part in shape):
+            return list if isinstance(shape, list) else tuple
+    return None
 
 
 def free_axes(
@@ -133,18 +157,24 @@ def free_axes(
     else:
         names = _default_names(inputs)
         unsure = list(dict.fromkeys(name for name in names.values() if name != "batch"))
-        for grouping in _groupings(unsure) if len(unsure) > 1 else [{}]:
+        for grouping in _groupings(unsure) if unsure else []:
             renamed = {place: grouping.get(name, name) for place, name in names.items()}
-            if not unsure or _call_works(inputs, call, renamed, low, max_length):
+            failure = _failure(inputs, call, renamed, low, max_length)
+            if failure is None:
                 names = renamed
                 break
         else:
-            raise ExportError(
-                f"The model runs at no sizes of its free axes that were tried: {sorted(set(names.values()))}. Name "
-                'those that are equal: dynamic_axes={"input": {0: "batch", 1: "length"}}.'
-            )
+            if unsure:
+                raise ExportError(
+                    f"The model runs at no sizes of its free axes that were tried: {sorted(set(names.values()))}. If "
+                    'some of several lengths are equal, name them: dynamic_axes={"input": {0: "batch", 1: "length"}}; '
+                    f"if the smallest are too small, pass `min_length`. At {failure[0]}: {failure[1]}"
+                ) from failure[1]
+    # An axis that only ever stands first is a batch, by whatever name.
+    later = {name for (_, axis), name in names.items() if axis}
     axes = {
-        name: Axis(name) if name == "batch" else Axis(name, low, max_length) for name in dict.fromkeys(names.values())
+        name: Axis(name) if name == "batch" or name not in later else Axis(name, low, max_length)
+        for name in dict.fromkeys(names.values())
     }
     specs = []
     for number, entry in enumerate(inputs):
@@ -198,7 +228,10 @@ def _identifier(name: str) -> str:
 
 
 def _groupings(names: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Every way to take some of `names` as one, those with most groups first; a group has its first name."""
+    """Ways to take some of `names` as one, those with most groups first; a group has its first name.
+
+    All ways for up to five names; of more, whose ways are thousands, only none and all.
+    """
 
     def partitions(items):
         if not items:
@@ -210,15 +243,21 @@ def _groupings(names: Sequence[str]) -> Iterator[dict[str, str]]:
                 yield [*smaller[:i], [first, *group], *smaller[i + 1 :]]
             yield [[first], *smaller]
 
-    for groups in sorted(partitions(list(names)), key=len, reverse=True):
+    names = list(names)
+    several = list(partitions(names)) if len(names) <= 5 else [[[name] for name in names], [names]]
+    for groups in sorted(several, key=len, reverse=True):
         # A group of all lengths is simply the length.
-        joined = "length" if len(groups) == 1 else None
+        joined = "length" if len(names) > 1 and len(groups) == 1 else None
         yield {name: joined or group[0] for group in groups for name in group}
 
 
-def _call_works(inputs, call, names, low, high) -> bool:
-    labels = list(dict.fromkeys(names.values()))
-    sizes = {label: max(low, min(5 + 2 * i, high or 5 + 2 * i)) for i, label in enumerate(labels)}
+def _failure(inputs, call, names, low, high) -> tuple[dict[str, int], Exception] | None:
+    """The sizes and the error at which a call fails in which no two axes have one size; None if it works."""
+    labels = [label for label in dict.fromkeys(names.values()) if label != "batch"]
+    sizes = {label: max(low, 5) + 2 * i for i, label in enumerate(labels)}
+    if high is not None and max(sizes.values(), default=0) > high:
+        # Apart from one another where the range allows it.
+        sizes = {label: max(low, high - i) for i, label in enumerate(labels)}
     sizes["batch"] = 2
     arrays = []
     for number, entry in enumerate(inputs):
@@ -226,6 +265,6 @@ def _call_works(inputs, call, names, low, high) -> bool:
         arrays.append(keras.ops.convert_to_tensor(np.ones(shape), dtype=entry.dtype))
     try:
         call(*arrays)
-    except Exception:  # whatever a model raises at sizes that do not fit together
-        return False
-    return True
+    except Exception as error:  # whatever a model raises at sizes that do not fit together
+        return sizes, error
+    return None

@@ -17,12 +17,14 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras.src import backend, tree
+from keras.src.activations import activations
 from keras.src.backend.common import global_state
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.common.variables import Variable as KerasVariable
@@ -149,7 +151,7 @@ class _Tracer:
                 raise
             where = f" in layer '{self.paths[-1]}'" if self.paths[-1] else ""
             raise TraceError(
-                f"The model fails on symbolic tensors{where}, traced at sizes {self.sizes}. "
+                f"The model fails on symbolic tensors{where}{_failing_line(error)}, traced at sizes {self.sizes}. "
                 f"{type(error).__name__}: {error}"
             ) from error
         finally:
@@ -164,6 +166,12 @@ class _Tracer:
             with self._inside(operation):
                 call = operation.quantized_call if operation.quantization_mode else operation.call
                 return call(*args, **kwargs)
+        if isinstance(operation, GetItem) and not isinstance(args[1], tuple | list):
+            x, key = args
+            if isinstance(key, keras.KerasTensor) and "int" in key.dtype:
+                return keras.ops.take(x, key, axis=0)
+            # Of keys that are no tuples Keras' shape inference knows integers only.
+            args = (x, (key,))
         # Shape inference may run the operation's own code on the backend; that is not part of the trace.
         self.opaque += 1
         try:
@@ -205,7 +213,7 @@ class _Tracer:
 
     def _call(self, kind, operation, attributes, args, kwargs, outputs) -> None:
         outputs = tree.flatten(outputs)
-        self._tag(outputs, (args, kwargs))
+        self._tag(outputs, (args, kwargs, attributes))
         self.calls.append(
             Call(
                 kind=kind,
@@ -220,11 +228,10 @@ class _Tracer:
         )
 
     def _tag(self, outputs, arguments) -> None:
-        """Gives sizes that lost their expression in shape inference that of an equal size of an input."""
-        known = {}
-        for tensor in tree.flatten(arguments):
-            if isinstance(tensor, keras.KerasTensor):
-                known |= {int(d): d for d in reversed(tensor.shape) if isinstance(d, SizedInt)}
+        """Gives sizes that lost their expression in shape inference that of an equal size in what it had."""
+        known: dict[int, SizedInt] = {}
+        for sized in reversed(list(_sizes_in(arguments))):
+            known[int(sized)] = SizedInt(sized, sized.expr, sized.note, sure=False)
         for output in outputs:
             output._shape = tuple(d if isinstance(d, SizedInt) else known.get(d, d) for d in output.shape)
 
@@ -330,6 +337,25 @@ def _layers_in(value, name: str) -> Iterator[tuple[str, Any]]:
             yield from _layers_in(item, f"{name}.{key}")
 
 
+def _sizes_in(x) -> Iterator[SizedInt]:
+    """Sizes in call arguments, those of the first tensor first and numbers last."""
+    numbers = []
+
+    def walk(x):
+        if isinstance(x, SizedInt):
+            numbers.append(x)
+        elif isinstance(x, keras.KerasTensor):
+            yield from (d for d in x.shape if isinstance(d, SizedInt))
+        elif isinstance(x, slice):
+            yield from walk((x.start, x.stop, x.step))
+        elif isinstance(x, list | tuple | dict):
+            for item in x.values() if isinstance(x, dict) else x:
+                yield from walk(item)
+
+    yield from walk(x)
+    yield from numbers
+
+
 def _join(parent: str, name: str) -> str:
     return f"{parent}/{name}" if parent else name
 
@@ -365,6 +391,12 @@ def _source_line() -> str:
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown"
+
+
+def _failing_line(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if not _is_plumbing(frame.filename)]
+    return f" ({lines[-1]})" if lines else ""
 
 
 def _sync_jax_state(layer) -> None:
@@ -433,6 +465,9 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         yield backend.numpy, name, _source(name, getattr(backend.numpy, name), shape_of)
     for name in ("cast", "convert_to_tensor"):
         yield backend.core, name, _number(getattr(backend.core, name))
+    yield backend, "convert_to_tensor", _symbolic_is_a_tensor(backend.convert_to_tensor)
+    yield activations.Mish, "static_call", staticmethod(_mish(activations.Mish.static_call))
+    yield keras.layers.TimeDistributed, "call", _time_distributed(keras.layers.TimeDistributed.call)
     for name, operation in _OPERATORS.items():
         yield KerasVariable, name, _operator(getattr(KerasVariable, name), operation)
     yield keras.KerasTensor, "__jax_array__", _hidden(keras.KerasTensor.__jax_array__)
@@ -510,7 +545,8 @@ def _source(name, original, shape_of):
         if not all(value is None or isinstance(value, bool | int | float) for value in numbers.values()):
             return original(*args, **kwargs)
         shape = shape_of(**arguments)
-        small = {"shape": (1,), "N": 1, "M": 1, "n": 1, "num": 1} if name != "arange" else {"stop": 1, "step": 1}
+        small = {"shape": (1,), "N": 1, "M": 1, "n": 1, "num": 1}
+        small = {"start": 0, "stop": 1, "step": 1} if name == "arange" else small
         sample = {key: _small(value, small.get(key)) for key, value in arguments.items()}
         dtype = keras.backend.standardize_dtype(original(**sample).dtype)
         return tracer.source_tensor(name, shape, dtype, arguments)
@@ -541,6 +577,44 @@ def _called_by_ops() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").startswith("keras.src.ops")
 
 
+def _symbolic_is_a_tensor(original):
+    """Some activations convert what they are given with the backend's own function."""
+
+    @functools.wraps(original)
+    def convert_to_tensor(x, *args, **kwargs):
+        symbolic = _tracer() is not None and isinstance(x, keras.KerasTensor)
+        return keras.ops.convert_to_tensor(x, *args, **kwargs) if symbolic else original(x, *args, **kwargs)
+
+    return convert_to_tensor
+
+
+def _mish(original):
+    def static_call(x):
+        return activations.Mish().symbolic_call(x) if any_symbolic_tensors((x,)) else original(x)
+
+    return static_call
+
+
+def _time_distributed(original):
+    """Keras loops over a known number of steps; here they are rows of one batch."""
+
+    @functools.wraps(original)
+    def call(self, inputs, training=None, mask=None):
+        if _tracer() is None:
+            return original(self, inputs, training=training, mask=mask)
+        lead = keras.ops.shape(inputs)[:2]
+
+        def rows(x):
+            return keras.ops.reshape(x, (lead[0] * lead[1], *x.shape[2:]))
+
+        kwargs = {"mask": rows(mask)} if self.layer._call_has_mask_arg and mask is not None else {}
+        kwargs |= {"training": training} if self.layer._call_has_training_arg else {}
+        outputs = self.layer.call(rows(inputs), **kwargs)
+        return keras.ops.reshape(outputs, (*lead, *outputs.shape[1:]))
+
+    return call
+
+
 # Python operators of variables go to the backend at once; with a symbolic operand they are operations.
 _OPERATORS = {
     "__add__": lambda a, b: keras.ops.add(a, b),
@@ -555,6 +629,7 @@ _OPERATORS = {
     "__rmatmul__": lambda a, b: keras.ops.matmul(b, a),
     "__pow__": lambda a, b: keras.ops.power(a, b),
     "__rpow__": lambda a, b: keras.ops.power(b, a),
+    "__getitem__": lambda a, b: keras.ops.take(a, b, axis=0),
 }
 
 

@@ -214,6 +214,42 @@ def test_a_subclassed_model_exports_with_its_signature(tmp_path):
     assert any(name.name == "heads.start/kernel" for name in graph.initializer)
 
 
+class Pair(keras.Model):
+    """Takes its two inputs in one argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, inputs):
+        a, b = (inputs["a"], inputs["b"]) if isinstance(inputs, dict) else inputs
+        return [self.dense(a), (self.dense(b) * 2.0,)]
+
+
+@pytest.mark.parametrize("container", [list, tuple, dict])
+def test_inputs_in_one_argument(tmp_path, container):
+    model, arrays = Pair(), np.random.default_rng(0).normal(size=(2, 2, 3, 4)).astype("float32")
+    given = dict(zip("ba", arrays, strict=True)) if container is dict else container(arrays)
+    expected = [numpy(x) for x in keras.tree.flatten(model(given))]
+    signature = {name: ((None, None, 4), "float32") for name in "ba"}
+    export(model, tmp_path / "m.onnx", input_signature=signature, verify=False)
+    outputs = run(tmp_path / "m.onnx", dict(zip("ba", arrays, strict=True)))
+    for output, wanted in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(output, wanted, atol=1e-6)
+
+
+def test_a_signature_may_name_the_inputs_of_a_functional_model_in_any_order(tmp_path):
+    a, b = keras.Input((None, 4), name="a"), keras.Input((None, 4), name="b")
+    model = keras.Model([a, b], ops.subtract(a, b))
+    signature = {name: ((None, None, 4), "float32") for name in "ba"}
+    export(model, tmp_path / "m.onnx", input_signature=signature, verify=False)
+    arrays = dict(zip("ab", np.ones((2, 1, 1, 4), "float32") * [[[[1.0]]], [[[5.0]]]], strict=True))
+    (output,) = run(tmp_path / "m.onnx", {name: x.astype("float32") for name, x in arrays.items()})
+    np.testing.assert_array_equal(output, np.full((1, 1, 4), -4.0, "float32"))
+    with pytest.raises(ExportError, match=r"\['a', 'b'\]"):
+        export(model, tmp_path / "w.onnx", input_signature={"a": ((None, None, 4), "float32")})
+
+
 def two_inputs(join):
     a = keras.Input((None, 4), name="a")
     b = keras.Input((None, 4), name="b")
@@ -234,6 +270,44 @@ def test_lengths_are_one_axis_only_where_the_model_needs_it(tmp_path):
     equal = two_inputs(lambda a, b: layers.Concatenate()([a, b]))
     assert export(equal, tmp_path / "e.onnx", samples={"a": a, "b": b}).passed
     assert axis_names(tmp_path / "e.onnx") == {"a": ["batch", "length", 4], "b": ["batch", "length", 4]}
+
+
+def test_lengths_are_told_apart_within_a_short_range(tmp_path):
+    equal = two_inputs(lambda a, b: a + b)
+    export(equal, tmp_path / "m.onnx", max_length=3, verify=False)
+    assert axis_names(tmp_path / "m.onnx")["a"] == ["batch", "length", 4]
+
+
+def test_a_model_that_runs_at_no_size_says_why(tmp_path):
+    x = keras.Input((None, 4), name="x")
+    model = keras.Model(x, layers.Conv1D(3, 9)(x))
+    with pytest.raises(ExportError, match="min_length"):
+        export(model, tmp_path / "m.onnx")
+    assert export(model, tmp_path / "m.onnx", min_length=9, max_length=20).passed
+
+
+def test_the_batch_has_no_limit_by_whatever_name(tmp_path):
+    model = two_inputs(lambda a, b: a + b)
+    names = {"a": {0: "rows", 1: "length"}, "b": {0: "rows", 1: "length"}}
+    export(model, tmp_path / "m.onnx", dynamic_axes=names, min_length=2, max_length=5, verify=False)
+    axes = json.loads({p.key: p.value for p in onnx.load(tmp_path / "m.onnx").metadata_props}["keras_transformer.axes"])
+    assert axes == {"rows": {"minimum": 1, "maximum": None}, "length": {"minimum": 2, "maximum": 5}}
+
+
+@pytest.mark.parametrize(
+    ("function", "maximum"),
+    [
+        (lambda ids: layers.Embedding(13, 4)(ops.pad(ids, ((0, 0), (1, 0)))[:, :-1]), 12),
+        (lambda ids: ops.one_hot(ids, 7), 6),
+        (lambda ids: ops.cast(ids, "float32") * 2.0, 9),
+        (lambda ids: layers.Embedding(13, 4)(ids + 2), None),
+    ],
+)
+def test_the_range_of_integer_inputs_is_found(tmp_path, function, maximum):
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    export(keras.Model(ids, function(ids)), tmp_path / "m.onnx", verify=False)
+    metadata = {p.key: p.value for p in onnx.load(tmp_path / "m.onnx").metadata_props}
+    assert json.loads(metadata["keras_transformer.inputs"])[0].get("maximum") == maximum
 
 
 def test_dynamic_axes_name_what_is_free(tmp_path):

@@ -210,6 +210,8 @@ CASES = {
     "roll": (lambda x: [ops.roll(x, 2, axis=-1), ops.roll(x, -1, axis=1)], [F]),
     "tril triu": (lambda x: [ops.tril(x, k=-1), ops.triu(x, k=1)], [F]),
     "meshgrid": (lambda x, y: ops.meshgrid(x, y), ["float32[T]", "float32[S]"]),
+    "bare keys": (lambda x: [x[:2], x[None], x[...], x[1], ops.arange(6.0)[None] * x], ["float32[3,T,6]"]),
+    "index by a tensor": (lambda x, i: x[i], ["float32[5,6]", N]),
     # Reductions and order.
     "sum": (lambda x: [ops.sum(x), ops.sum(x, axis=1), ops.sum(x, axis=(0, -1), keepdims=True)], [F]),
     "sum of bool": (lambda x: ops.sum(x, axis=-1), [M]),
@@ -272,10 +274,16 @@ CASES = {
         lambda x: ops.batch_normalization(x, np.ones(6, "float32"), np.full(6, 2.0, "float32"), axis=-1),
         [F],
     ),
+    "norm": (
+        lambda x: [ops.norm(x, axis=-1), ops.norm(x), ops.norm(x, 1, 1, keepdims=True), ops.norm(x, np.inf, -1)],
+        [F],
+    ),
+    "nan to num": (lambda x: ops.nan_to_num((x - 0.5) / ops.relu(x), nan=2.0, neginf=-9.0), [F]),
     "normalize": (lambda x: ops.normalize(x, axis=-1), [F]),
     # Tensors from numbers.
     "arange": (lambda x: ops.arange(ops.shape(x)[1])[None, :] + x, [N]),
     "arange float": (lambda x: x[:, :, 0] * ops.arange(0, ops.shape(x)[1], dtype="float32"), [F]),
+    "arange down": (lambda x: x[:, :, 0] * ops.cast(ops.arange(ops.shape(x)[1] - 1, -1, -1), "float32"), [F]),
     "zeros ones": (lambda x: ops.concatenate([x, ops.ones((ops.shape(x)[0], 2, 6)), ops.zeros_like(x)], 1), [F]),
     "full": (lambda x: ops.full(ops.shape(x), 3, dtype="int32") + ops.full_like(x, 2), [N]),
     "tri": (lambda x: ops.matmul(ops.tri(ops.shape(x)[1], dtype="float32"), x), [F]),
@@ -497,9 +505,9 @@ def test_half_precision(policy):
 
 # Without mish and hard_silu, which Keras 3.15 cannot call on symbolic tensors.
 ACTIVATIONS = (
-    "celu elu exponential gelu glu hard_shrink hard_sigmoid hard_tanh leaky_relu linear log_sigmoid "
-    "log_softmax relu relu6 selu sigmoid silu soft_shrink softmax softplus softsign sparse_plus sparse_sigmoid "
-    "squareplus tanh tanh_shrink threshold"
+    "celu elu exponential gelu glu hard_shrink hard_sigmoid hard_silu hard_tanh leaky_relu linear "
+    "log_sigmoid log_softmax mish relu relu6 selu sigmoid silu soft_shrink softmax softplus softsign "
+    "sparse_plus sparse_sigmoid squareplus tanh tanh_shrink threshold"
 ).split()
 
 
@@ -540,6 +548,9 @@ LAYERS = {
     "max pool": (lambda: keras.layers.MaxPooling1D(2), "float32[B,2T,6]"),
     "average pool": (lambda: keras.layers.AveragePooling1D(3, strides=1, padding="same"), F),
     "rescaling": (lambda: keras.layers.Rescaling(0.5, 1.0), F),
+    "normalization": (lambda: keras.layers.Normalization(mean=[0.5] * 6, variance=[2.0, 0.0] * 3), F),
+    "inverse normalization": (lambda: keras.layers.Normalization(mean=0.5, variance=2.0, invert=True), F),
+    "time distributed": (lambda: keras.layers.TimeDistributed(keras.layers.Dense(3)), F),
 }
 
 

@@ -12,6 +12,7 @@ from keras import layers, ops
 from keras_transformer.export.dims import Axis, evaluate
 from keras_transformer.export.errors import TraceError
 from keras_transformer.export.exporter import trace
+from keras_transformer.export.generalise import trace_sizes
 from keras_transformer.export.ir import Constant, Weight
 from keras_transformer.export.trace import InputSpec
 
@@ -71,6 +72,9 @@ def names_its_place(message):
         lambda x: x * 2 if x.shape[1] - 3 >= 300 else x,
         lambda x: x * 2 if x.shape[1] % 7 == 6 else x,
         lambda x: x * 2 if x.shape[1] // 2 == 40 else x,
+        lambda x: x * 2 if x.shape[1] > 5000 else x,
+        lambda x: x * 2 if x.shape[1] - x.shape[0] == 100 else x,
+        lambda x: x * 2 if abs(x.shape[1] - 100) < 3 else x,
         lambda x: x * min(x.shape[1], 128),
         lambda x: x[:, -min(ops.shape(x)[1], 64) :],
         lambda x: sum((x * (i + 1) for i in range(0, x.shape[1], 16)), x),
@@ -86,6 +90,30 @@ def test_a_condition_that_the_range_decides_is_accepted():
     assert len(traced(layer, Axis("length", 5, 90)).nodes) == 1
     with pytest.raises(TraceError, match="length > 4"):
         traced(layer, Axis("length", 4, 90))
+
+
+def test_a_condition_near_the_end_of_a_long_range_is_refused():
+    with pytest.raises(TraceError, match="length == 6000"):
+        traced(Outer(lambda x: x * 2 if x.shape[1] == 6000 else x), Axis("length", 1, 8192))
+
+
+def test_a_condition_on_a_width_that_looks_like_a_size_is_accepted():
+    def check(x):
+        if x.shape[-1] != width:
+            raise ValueError("width")
+        return x * 2
+
+    for width in {size for sizes in trace_sizes([BATCH, LENGTH]) for size in sizes.values()}:
+        layer = Outer(lambda x, width=width: check(ops.matmul(x, np.ones((5, width), "float32"))))
+        assert traced(layer).outputs[0].shape == (BATCH, LENGTH, width)
+
+
+def test_a_condition_on_a_size_that_shape_inference_lost_is_refused():
+    def lose(x):
+        x = x[:, ::1]
+        return x * 2 if x.shape[1] > 4000 else x
+
+    names_its_place(refused(lose, "length > 4000"))
 
 
 def test_the_message_of_a_condition_says_where_and_at_which_size():
@@ -109,6 +137,7 @@ def test_the_message_of_a_condition_says_where_and_at_which_size():
         (lambda x: ops.pad(x, ((0, 0), (0, -x.shape[1] % 64), (0, 0))), lambda b, t: (b, t + -t % 64, 5)),
         (lambda x: ops.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1], lambda b, t: (b, t, 5)),
         (lambda x: ops.ones((int(np.prod(x.shape[:2])), 2)), lambda b, t: (b * t, 2)),
+        (lambda x: x[:, : divmod(x.shape[1], 4)[0] * 4], lambda b, t: (b, t // 4 * 4, 5)),
         (lambda x: ops.concatenate([x, x, x[:, :1]], axis=1), lambda b, t: (b, 2 * t + 1, 5)),
     ],
 )
@@ -136,6 +165,23 @@ def test_a_size_cast_by_keras_ops_is_computed_in_the_graph():
     graph = traced(Outer(lambda x: x / ops.sqrt(ops.cast(ops.shape(x)[1], "float32"))))
     (full,) = [node for node in graph.nodes if node.kind == "full"]
     assert full.kwargs["fill_value"] == LENGTH
+
+
+def test_a_size_that_holds_in_a_narrower_range_only_is_refused_with_advice():
+    layer = Outer(lambda x: x[:, :3])
+    names_its_place(refused(layer.inner.function, "min_length"))
+    assert traced(layer, Axis("length", 3)).outputs[0].shape == (BATCH, 3, 5)
+
+
+def test_a_result_of_unknown_shape_is_refused():
+    names_its_place(refused(lambda x: ops.bincount(x[0], minlength=5), "not known before", dtype="int32"))
+
+
+def test_a_call_that_fails_names_its_line():
+    def fail(x):
+        raise RuntimeError("broken")
+
+    names_its_place(refused(fail, r"'outer/inner' \(.*test_trace.py:\d+\).*RuntimeError"))
 
 
 def test_squeeze_without_an_axis_is_refused():

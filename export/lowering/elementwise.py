@@ -166,6 +166,7 @@ _UNARY = {
     nn.Sigmoid: "Sigmoid",
     nn.Softplus: "Softplus",
     nn.Softsign: "Softsign",
+    activations.Mish: "Mish",
 }
 
 

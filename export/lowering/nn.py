@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import keras
+import ml_dtypes
 import numpy as np
+from keras.src.ops import linalg, nn
 from keras.src.ops import math as kmath
-from keras.src.ops import nn
 from keras.src.ops import numpy as knp
 
 from keras_transformer.export.builder import GraphBuilder, Tensor, product
@@ -233,6 +234,32 @@ def _normalize(g, node, x):
     return g.op("Div", x, g.op("Max", norm, g.scalar(_epsilon(node), x.dtype)))
 
 
+@register_lowering(linalg.Norm)
+def _norm(g, node, x):
+    order, dtype = node.attributes["ord"], node.outputs[0].dtype
+    axes, keepdims = axes_tuple(node.attributes["axis"], x.rank), node.attributes["keepdims"]
+    x = g.cast(x, dtype)
+    if order in (None, "fro") or order == 2 and len(axes) == 1:
+        return g.op("Sqrt", g.reduce("ReduceSum", g.op("Mul", x, x), axes, keepdims))
+    if len(axes) == 1 and order in (1, np.inf):
+        return g.reduce("ReduceSum" if order == 1 else "ReduceMax", g.op("Abs", x), axes, keepdims)
+    raise NotImplementedError(f"norms of order {order} over {len(axes)} axes are not covered")
+
+
+@register_lowering(knp.NanToNum)
+def _nan_to_num(g, node, x):
+    if not is_float(x.dtype):
+        return x
+    limits = ml_dtypes.finfo(x.dtype)
+    x = g.op("Where", g.op("IsNaN", x, dtype="bool"), g.scalar(node.attributes["nan"], x.dtype), x, dtype=x.dtype)
+    for name, sign, limit in (("posinf", "negative", limits.max), ("neginf", "positive", limits.min)):
+        infinite = g.op("IsInf", x, dtype="bool", **{f"detect_{sign}": 0})
+        number = node.attributes[name]
+        number = float(limit) if number is None else number
+        x = g.op("Where", infinite, g.scalar(number, x.dtype), x, dtype=x.dtype)
+    return x
+
+
 # Layers that are kept whole, because they call the backend directly.
 
 
@@ -255,6 +282,17 @@ def _rescaling(g, node, inputs):
     dtype = node.outputs[0].dtype
     scale, offset = (g.constant(getattr(node.operation, name), dtype) for name in ("scale", "offset"))
     return g.op("Add", g.op("Mul", g.cast(inputs, dtype), scale), offset)
+
+
+@register_lowering(keras.layers.Normalization)
+def _normalization_layer(g, node, inputs):
+    layer, dtype = node.operation, node.outputs[0].dtype
+    mean, variance = (keras.ops.convert_to_numpy(x) for x in (layer.mean, layer.variance))
+    mean, deviation = g.constant(mean, dtype), g.constant(np.maximum(np.sqrt(variance), keras.config.epsilon()), dtype)
+    inputs = g.cast(inputs, dtype)
+    if layer.invert:
+        return g.op("Add", mean, g.op("Mul", inputs, deviation))
+    return g.op("Div", g.op("Sub", inputs, mean), deviation)
 
 
 @register_lowering(keras.layers.Softmax)
