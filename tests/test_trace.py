@@ -184,6 +184,13 @@ def test_a_call_that_fails_names_its_line():
     names_its_place(refused(fail, r"'outer/inner' \(.*test_trace.py:\d+\).*RuntimeError"))
 
 
+def test_an_index_that_is_a_tensor_takes_rows():
+    table = keras.Variable(np.ones((9, 4), "float32"), name="table")
+    graph = traced(Outer(lambda x: table[ops.argmax(x, axis=-1)] + (table * 2.0)[ops.argmax(x, axis=-1)]))
+    assert [node.kind_name for node in graph.nodes].count("Take") == 2
+    assert graph.outputs[0].shape == (BATCH, LENGTH, 4)
+
+
 def test_squeeze_without_an_axis_is_refused():
     refused(lambda x: ops.squeeze(ops.sum(x, axis=-1, keepdims=True)), "rank depends on a size")
 
