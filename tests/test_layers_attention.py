@@ -328,7 +328,9 @@ class TestRefuses:
             ({"num_heads": 2.0}, "num_heads=2.0"),
             ({"num_heads": 2, "head_dim": 0}, "head_dim=0"),
             ({"num_heads": 2, "head_dim": -3}, "head_dim=-3"),
+            ({"num_heads": True}, "num_heads=True"),
             ({"num_heads": 2, "dropout": 1.0}, "dropout=1.0"),
+            ({"num_heads": 2, "dropout": None}, "dropout=None"),
         ],
     )
     def test_arguments(self, cls, arguments, message):
@@ -349,12 +351,72 @@ class TestRefuses:
             layer(X, padding_mask=PADDING.astype("float32"))
         with pytest.raises(ValueError, match="attention_mask.dtype=float32"):
             layer(X, attention_mask=np.zeros((1, T, T), "float32"))
-        with pytest.raises(ValueError, match="mask.shape=\\(2, 1, 4\\)"):
+        with pytest.raises(ValueError, match="padding_mask.shape=\\(2, 4\\)"):
             layer(X, padding_mask=PADDING[:, :4])
+        with pytest.raises(ValueError, match="padding_mask of type list"):
+            layer(X, padding_mask=PADDING.tolist())
         with pytest.raises(ValueError, match="mask.shape=\\(1, 5, 7\\)"):
             layer(X, attention_mask=np.ones((1, T, S), bool))
 
+    def test_masks_of_symbolic_tensors(self):
+        x = keras.Input((T, D))
+        with pytest.raises(ValueError, match="padding_mask.shape=\\(None, 4\\)"):
+            self_attention()(x, padding_mask=keras.Input((4,), dtype="bool"))
+        with pytest.raises(ValueError, match="attention_mask.dtype=float32"):
+            self_attention()(x, attention_mask=keras.Input((T, T)))
+        with pytest.raises(ValueError, match="padding_mask.shape=\\(None, 5\\)"):
+            cross_attention()(x, keras.Input((S, E)), padding_mask=keras.Input((T,), dtype="bool"))
+
+    @pytest.mark.parametrize("shape", [(T, D), (1, B, T, D), (None, None, None)])
+    def test_what_is_no_sequence(self, shape):
+        for layer in (MultiHeadSelfAttention(N), self_attention()):
+            with pytest.raises(ValueError, match="`x` must have the shape"):
+                layer(keras.KerasTensor(shape))
+        with pytest.raises(ValueError, match="`memory` must have the shape"):
+            cross_attention()(keras.KerasTensor((B, T, D)), keras.KerasTensor(shape))
+
+    def test_another_number_of_rows(self):
+        with pytest.raises(ValueError, match="as many rows"):
+            cross_attention()(X, MEMORY[:1])
+
+    @pytest.mark.parametrize(
+        "shapes",
+        [
+            [(B, S, 1, D // N)] * 2,
+            [(B, S, N, 5)] * 2,
+            [(1, S, N, D // N)] * 2,
+            [(B, S, D)] * 2,
+            [(B, S, N, D // N), (B, S + 1, N, D // N)],
+            [(B, S, N, D // N)] * 3,
+        ],
+    )
+    def test_caches_of_another_shape(self, shapes):
+        cache = tuple(ops.zeros(shape) for shape in shapes)
+        with pytest.raises(ValueError, match="`cache` must be a pair"):
+            cross_attention()(X, cache=cache)
+        with pytest.raises(ValueError, match="`cache` must be a pair"):
+            self_attention()(X, cache=cache, start=0)
+
+    @pytest.mark.parametrize(
+        "start, message",
+        [
+            (-1, "start=-1"),
+            (3, "do not fit into the 7 slots"),
+            (1.0, "must hold integers"),
+            ([0, 1], "must hold integers"),
+            (np.array([0, 1, 2]), "start.shape=\\(3,\\)"),
+        ],
+    )
+    def test_start(self, start, message):
+        cache = tuple(ops.zeros((B, S, N, D // N)) for _ in range(2))
+        with pytest.raises(ValueError, match=message):
+            self_attention(causal=True)(X, cache=cache, start=start)
+        with pytest.raises(ValueError, match="`start` needs a `cache`"):
+            self_attention(causal=True)(X, start=start)
+
     def test_memory(self):
+        with pytest.raises(ValueError, match="has no weights yet"):
+            CrossAttention(N).project_memory(MEMORY)
         layer = cross_attention()
         with pytest.raises(ValueError, match="Received: neither"):
             layer(X)

@@ -291,8 +291,35 @@ class TestRefuses:
         with pytest.raises(ValueError, match="built without a memory"):
             without(keras.KerasTensor((B, T, D)), memory=keras.KerasTensor((B, S, E)))
 
+    def test_caches_that_are_not_one_for_each_block(self):
+        decoder = TransformerDecoder(2, N, F)
+        with pytest.raises(ValueError, match="not built"):
+            decoder.init_cache(B, T)
+        decoder.build((None, None, D), (None, None, E))
+        cache, memory_cache = decoder.init_cache(B, T), decoder.project_memory(MEMORY)
+        for kwargs in ({"cache": cache[:1], "start": 0}, {"cache": cache[0], "start": 0}, {"cache": cache * 2}):
+            with pytest.raises(ValueError, match="`cache` must hold a pair|`cache` must be a pair"):
+                decoder(X, memory_cache=memory_cache, **kwargs)
+        for wrong in (memory_cache[:1], memory_cache * 2):
+            with pytest.raises(ValueError, match="`memory_cache` must hold a pair"):
+                decoder(X, memory_cache=wrong)
+        with pytest.raises(ValueError, match="`start` needs a `cache`"):
+            decoder(X, memory_cache=memory_cache, start=0)
+
+    def test_masks(self):
+        decoder = built(TransformerDecoderBlock, D, E)
+        with pytest.raises(ValueError, match="memory_padding_mask.dtype=float32"):
+            decoder(X, memory=MEMORY, memory_padding_mask=np.ones((B, S), "float32"))
+        x, memory = keras.KerasTensor((B, T, D)), keras.KerasTensor((B, S, E))
+        with pytest.raises(ValueError, match="padding_mask.shape=\\(2, 5\\)"):
+            decoder(x, memory=memory, memory_padding_mask=keras.KerasTensor((B, T), "bool"))
+        with pytest.raises(ValueError, match="padding_mask.shape=\\(2, 7\\)"):
+            built(TransformerEncoderBlock, D)(x, padding_mask=keras.KerasTensor((B, S), "bool"))
+
     @pytest.mark.parametrize("cls", [TransformerEncoder, TransformerDecoder])
     def test_arguments(self, cls):
+        with pytest.raises(ValueError, match="layer_norm_epsilon=-1"):
+            cls(layer_norm_epsilon=-1)
         with pytest.raises(ValueError, match="num_layers=0"):
             cls(num_layers=0)
         with pytest.raises(ValueError, match="d_ff=0"):

@@ -66,9 +66,37 @@ class TestTokenEmbedding:
         layer = TokenEmbedding(7, 11)
         close(numpy(layer(IDS.astype(dtype))), numpy(layer(IDS)), 0)
 
+    @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+    def test_float_ids_are_cast_before_anything_rounds_them(self, policy):
+        layer = TokenEmbedding(5003, 3, dtype=policy)
+        ids = np.array([[0, 4999, 5002]])  # float16 counts to 2048
+        output = layer(ids.astype("float32"))
+        np.testing.assert_array_equal(numpy(output), numpy(layer(ids)))
+        np.testing.assert_array_equal(numpy(implicit_mask(output)), ids != 0)
+
+    def test_a_users_model_reloads(self, tmp_path):
+        class Tagger(keras.Model):
+            """Keras rebuilds it from its input shape alone, by a call on floats."""
+
+            def __init__(self, **kwargs):
+                super().__init__(**kwargs)
+                self.embedding = TokenEmbedding(7, 11)
+                self.head = keras.layers.Dense(3)
+
+            def call(self, token_ids):
+                return self.head(self.embedding(token_ids))
+
+        model = Tagger()
+        expected = numpy(model(IDS))
+        model.save(tmp_path / "tagger.keras")
+        loaded = keras.saving.load_model(tmp_path / "tagger.keras", custom_objects={"Tagger": Tagger})
+        close(numpy(loaded(IDS)), expected, 1e-6)
+
     def test_refuses(self):
-        with pytest.raises(ValueError, match="must be integers.*float32"):
-            TokenEmbedding(7, 11)(IDS.astype("float32"))
+        with pytest.raises(ValueError, match="must be integers.*bool"):
+            TokenEmbedding(7, 11)(IDS.astype("bool"))
+        with pytest.raises(ValueError, match="x.shape=\\(2, 3, 5\\)"):
+            TokenEmbedding(7, 11)(np.zeros((2, 3, 5), "float32"), reverse=True)
         with pytest.raises(ValueError, match="vocabulary_size=0"):
             TokenEmbedding(0, 11)
         with pytest.raises(ValueError, match="d_model=-1"):
@@ -118,3 +146,16 @@ class TestSinusoidalPositions:
         batch = np.random.default_rng(0).normal(size=(2, 3, 5)).astype("float32")
         loaded = keras.saving.load_model(tmp_path / "model.keras")
         close(numpy(loaded(batch)), numpy(model(batch)), 1e-6)
+
+    @pytest.mark.parametrize("value", [0, -3, "a", None])
+    def test_refuses_a_wavelength_that_is_none(self, value):
+        with pytest.raises(ValueError, match="max_wavelength="):
+            SinusoidalPositionalEncoding(max_wavelength=value)
+
+    def test_refuses_what_does_not_fit(self):
+        layer, x = SinusoidalPositionalEncoding(), np.zeros((2, 5, 3), "float32")
+        for positions in (np.arange(5), np.zeros((2, 4), int), np.zeros((3, 5), int), np.zeros((1, 5), "float32")):
+            with pytest.raises(ValueError, match="`positions` must be integers"):
+                layer(x, positions=ops.convert_to_tensor(positions))
+        with pytest.raises(ValueError, match="x.shape=\\(5, 3\\)"):
+            layer(x[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_transformer.ops.attention import agree
@@ -19,7 +18,7 @@ def write_cache(cache: tuple[Any, Any], key: Any, value: Any, start: Any = None)
         key: the new keys (B, T, K, H).
         value: the new values (B, T, K, H).
         start: the slot of the first new entry: one integer for all rows, or one a row (B,). The entries fill the
-            slots `start … start+T-1`, which must exist: only Python and NumPy numbers can be checked. None: append.
+            slots `start … start+T-1`, which must exist: only a Python integer can be checked. None: append.
 
     Returns:
         The pair (keys, values), each (B, S, K, H), or (B, S+T, K, H) when appended.
@@ -65,8 +64,7 @@ class WriteCache(keras.Operation):
         if "int" not in dtype.lower():
             raise ValueError(f"`start` must hold integers. Received: start={start!r} of type {dtype}")
         slots, length = cache[0].shape[1], key.shape[1]
-        concrete = isinstance(start, int | np.integer | np.ndarray)
-        if concrete and None not in (slots, length) and not np.all((0 <= start) & (start <= slots - length)):
+        if isinstance(start, int) and None not in (slots, length) and not 0 <= start <= slots - length:
             raise ValueError(
                 f"{length} entries from slot `start` do not fit into the {slots} slots of the cache. "
                 f"Received: start={start}"
