@@ -29,12 +29,19 @@ def check_ids(
         ignore_id: a label that is allowed though it may be outside, such as -100.
 
     Raises:
-        ValueError: naming the first wrong value, its row and its batch; or data that can be read only once.
+        ValueError: naming the first wrong value, its row and its batch; data that can be read only once; or a name in
+            `vocabulary_size` that is no input's.
     """
     _validation.positive_integers(batches=batches)
+    sizes = vocabulary_size if isinstance(vocabulary_size, dict) else {"vocabulary_size": vocabulary_size}
+    _validation.positive_integers(**sizes)
     for index, batch in enumerate(_first_batches(data, batches)):
         inputs, labels, *_ = (*batch, None) if isinstance(batch, tuple | list) else (batch, None)
         arrays = dict(inputs) if isinstance(inputs, dict) else {"inputs": inputs}
+        if isinstance(vocabulary_size, dict) and (unknown := set(vocabulary_size) - {*arrays, "labels"}):
+            raise ValueError(
+                f"`vocabulary_size` must name inputs, {sorted(arrays)}, or 'labels'. Received: {sorted(unknown)}"
+            )
         if labels is not None:
             arrays["labels"] = labels
         for name, array in arrays.items():

@@ -54,7 +54,8 @@ class SentencePairs(keras.utils.PyDataset):
 
     Raises:
         ValueError: unequal numbers of sources and targets, an empty one, ids outside the vocabulary, a pair
-            longer than every given length, or not exactly one of `batch_size` and `batch_tokens`.
+            longer than every given length, a target with padding before its end, or not exactly one of
+            `batch_size` and `batch_tokens`.
     """
 
     def __init__(
@@ -80,6 +81,16 @@ class SentencePairs(keras.utils.PyDataset):
             )
         size = {"batch_size": batch_size} if batch_tokens is None else {"batch_tokens": batch_tokens}
         _validation.positive_integers(**size)
+        given = {
+            "source_vocabulary_size": source_vocabulary_size,
+            "target_vocabulary_size": target_vocabulary_size,
+        }
+        _validation.positive_integers(**{name: value for name, value in given.items() if value is not None})
+        for name, value in (("seed", seed), ("start_id", start_id)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+                raise ValueError(f"`{name}` must be an integer of at least 0. Received: {name}={value!r}")
+        if target_vocabulary_size is not None:
+            _validation.check_ids(np.array([start_id]), target_vocabulary_size, "start_id")
         if lengths is not None:
             _validation.positive_integers(**{f"lengths[{i}]": length for i, length in enumerate(lengths)})
             if len(lengths) == 0:
@@ -91,6 +102,7 @@ class SentencePairs(keras.utils.PyDataset):
             )
         self._sources = _ids(sources, source_vocabulary_size, pad_id, "sources")
         self._targets = _ids(targets, target_vocabulary_size, pad_id, "targets")
+        _check_padding_at_the_end(self._targets, pad_id)
         self.start_id = start_id
         self.pad_id = pad_id
         self.shuffle = shuffle
@@ -164,10 +176,21 @@ class SentencePairs(keras.utils.PyDataset):
 
 def _ids(rows: Sequence[Sequence[int]], vocabulary_size: int | None, pad_id: int, name: str) -> np.ndarray:
     ids = _validation.id_batch(rows, name, pad_id)
-    if vocabulary_size is not None:
-        _validation.check_ids(ids, vocabulary_size, name)
+    limit = np.iinfo(np.int32).max if vocabulary_size is None else vocabulary_size
+    _validation.check_ids(ids, limit, name, ignore_id=pad_id)
     _validation.check_not_empty(ids, pad_id, name)
     return ids
+
+
+def _check_padding_at_the_end(targets: np.ndarray, pad_id: int) -> None:
+    """Padding inside a target would hide the token before it from the decoder, and is most likely a token itself."""
+    early = (targets == pad_id) & (np.arange(targets.shape[1]) < _lengths(targets, pad_id)[:, None])
+    if early.any():
+        row, position = np.argwhere(early)[0]
+        raise ValueError(
+            f"`targets` may hold padding (id {pad_id}) after their last token only. "
+            f"Received: {pad_id} in row {row}, position {position}"
+        )
 
 
 def _lengths(ids: np.ndarray, pad_id: int) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import keras
 from keras import ops
 
-from keras_transformer._validation import positive_integers
+from keras_transformer._validation import positive_integers, rates
+from keras_transformer.ops.attention import agree
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -19,8 +20,10 @@ class MaskedCrossentropy(keras.losses.Loss):
 
     The result is a scalar, and an implicit Keras mask on the logits does not change it: only the labels say which
     tokens count. Without a real token it is 0, with gradients of 0. Under mixed precision it is computed in float32.
+    With a label outside the vocabulary it is NaN (inside a compiled step nothing can be raised); `callbacks.CheckIds`
+    says which label that is.
 
-    `sample_weight`, (B,) or (B, T), weighs tokens; a weight of 0 leaves a token out as `ignore_id` does.
+    `sample_weight`, (B,), (B, 1) or (B, T), weighs tokens; a weight of 0 leaves a token out as `ignore_id` does.
 
     What Keras prints as `loss` over an epoch is the mean over batches, weighted by their number of rows, not of
     tokens. `metrics.Perplexity` counts tokens itself: use it to compare runs.
@@ -49,8 +52,8 @@ class MaskedCrossentropy(keras.losses.Loss):
     ):
         # `__call__` reduces; Keras' own reduction, which divides by all positions, never runs.
         super().__init__(name=name, reduction="sum")
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"`label_smoothing` must be in [0, 1). Received: label_smoothing={label_smoothing}")
+        rates(label_smoothing=label_smoothing)
+        check_ignore_id(ignore_id)
         if normalizer not in ("tokens", "constant"):
             raise ValueError(f'`normalizer` must be "tokens" or "constant". Received: normalizer={normalizer!r}')
         if normalizer == "constant":
@@ -91,16 +94,22 @@ class MaskedCrossentropy(keras.losses.Loss):
 
 
 def token_crossentropy(labels, logits, ignore_id: int, label_smoothing: float = 0.0):
-    """The cross-entropy of each token (B, T), in float32 or wider; 0 where the label is `ignore_id`."""
+    """The cross-entropy of each token (B, T), in float32 or wider; 0 where the label is `ignore_id`.
+
+    NaN where another label is outside the vocabulary: as an index it would be an error on one backend, and the loss of
+    some other label on the next.
+    """
     # Relative to the largest logit, so that large logits cost no digits.
     logits = logits - ops.stop_gradient(ops.max(logits, axis=-1, keepdims=True))
     real = ops.not_equal(labels, ignore_id)
+    inside = ops.logical_and(ops.greater_equal(labels, 0), ops.less(labels, logits.shape[-1]))
     # An ignored label may be outside the vocabulary (-100): it must never be an index.
-    index = ops.where(real, labels, ops.zeros_like(labels))
+    index = ops.where(ops.logical_and(real, inside), labels, ops.zeros_like(labels))
     target = ops.squeeze(ops.take_along_axis(logits, ops.expand_dims(index, -1), axis=-1), -1)
     if label_smoothing:
         target = (1 - label_smoothing) * target + label_smoothing * ops.mean(logits, axis=-1)
     values = ops.log(ops.sum(ops.exp(logits), axis=-1)) - target
+    values = ops.where(inside, values, ops.full_like(values, float("nan")))
     return ops.where(real, values, ops.zeros_like(values))
 
 
@@ -127,11 +136,34 @@ def labels_and_logits(y_true, y_pred):
 
 
 def token_weights(labels, ignore_id: int, dtype: str, sample_weight=None):
-    """What each token counts, (B, T): 0 where the label is `ignore_id`, else 1 or its `sample_weight`."""
+    """What each token counts, (B, T): 0 where the label is `ignore_id`, else 1 or its `sample_weight`.
+
+    Raises:
+        ValueError: `sample_weight` is not of shape (B,), (B, 1) or (B, T).
+    """
     weights = ops.cast(ops.not_equal(labels, ignore_id), dtype)
     if sample_weight is None:
         return weights
     sample_weight = ops.cast(ops.convert_to_tensor(sample_weight), dtype)
+    received = tuple(sample_weight.shape)
     while len(sample_weight.shape) < len(labels.shape):
         sample_weight = ops.expand_dims(sample_weight, -1)
+    sizes = tuple(sample_weight.shape)
+    if len(sizes) != len(labels.shape) or not all(
+        size == 1 or agree(size, wanted) for size, wanted in zip(sizes, labels.shape, strict=True)
+    ):
+        raise ValueError(
+            f"`sample_weight` must have the shape (B,), (B, 1) or (B, T), here with (B, T) = {tuple(labels.shape)}. "
+            f"Received: sample_weight.shape={received}"
+        )
     return weights * sample_weight
+
+
+def check_ignore_id(ignore_id: int) -> None:
+    """Refuses an `ignore_id` that is no integer.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if isinstance(ignore_id, bool) or not isinstance(ignore_id, int):
+        raise ValueError(f"`ignore_id` must be an integer. Received: ignore_id={ignore_id!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 from keras import ops
 
-from keras_transformer.losses import labels_and_logits, token_crossentropy, token_weights
+from keras_transformer.losses import check_ignore_id, labels_and_logits, token_crossentropy, token_weights
 
 
 class _TokenMean(keras.metrics.Metric):
@@ -13,6 +13,7 @@ class _TokenMean(keras.metrics.Metric):
 
     def __init__(self, ignore_id: int = 0, name: str | None = None, dtype=None):
         super().__init__(name=name, dtype=dtype)
+        check_ignore_id(ignore_id)
         self.ignore_id = ignore_id
         self.total = self.add_variable(shape=(), initializer="zeros", name="total")
         self.count = self.add_variable(shape=(), initializer="zeros", name="count")

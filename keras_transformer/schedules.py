@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 from keras import ops
 
-from keras_transformer._validation import positive_integers
+from keras_transformer._validation import positive_integers, positive_numbers
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -32,8 +32,7 @@ class InverseSqrtWarmup(keras.optimizers.schedules.LearningRateSchedule):
     def __init__(self, d_model: int, warmup_steps: int = 4000, scale: float = 1.0, name: str | None = None):
         super().__init__()
         positive_integers(d_model=d_model, warmup_steps=warmup_steps)
-        if not scale > 0:
-            raise ValueError(f"`scale` must be positive. Received: scale={scale}")
+        positive_numbers(scale=scale)
         self.d_model = d_model
         self.warmup_steps = warmup_steps
         self.scale = scale

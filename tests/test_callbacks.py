@@ -57,6 +57,11 @@ def test_ignored_labels_are_allowed():
     check_ids([batch(labels=-100)], SIZES, ignore_id=-100)
 
 
+def test_a_name_that_is_no_inputs():
+    with pytest.raises(ValueError, match=r"'source', 'target'\].*Received: \['sources'\]"):
+        check_ids([batch()], {"sources": 9})
+
+
 def test_floats_are_refused():
     inputs, labels = batch()
     with pytest.raises(ValueError, match="`source` must hold integers. Received: source.dtype=float32"):

@@ -203,6 +203,9 @@ def test_round_trip():
         ({"normalizer": "constant"}, "`token_count`.*token_count=None"),
         ({"normalizer": "constant", "token_count": 0}, "`token_count`.*token_count=0"),
         ({"token_count": 3}, "`token_count`.*token_count=3"),
+        ({"label_smoothing": "a"}, "`label_smoothing`.*label_smoothing='a'"),
+        ({"ignore_id": 1.5}, "`ignore_id`.*ignore_id=1.5"),
+        ({"ignore_id": None}, "`ignore_id`.*ignore_id=None"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -214,3 +217,18 @@ def test_bad_arguments(arguments, message):
 def test_shapes_that_do_not_belong_together(shape):
     with pytest.raises(ValueError, match=r"\(3, 5\).*y_true.shape="):
         MaskedCrossentropy()(np.ones(shape, "int32"), np.zeros((3, 5, 7), "float32"))
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (3, 5, 1), (3, 1, 1), (3, 5, 7)])
+def test_sample_weights_that_do_not_belong(shape):
+    """Some of them would broadcast: to weights of another meaning."""
+    with pytest.raises(ValueError, match="sample_weight.shape="):
+        MaskedCrossentropy()(np.ones((3, 5), "int32"), np.zeros((3, 5, 7), "float32"), np.ones(shape))
+
+
+@pytest.mark.parametrize("label", [7, -1, -100])
+def test_a_label_outside_the_vocabulary_is_nan_on_every_backend(label):
+    labels = np.array([[1, label, 0]])
+    logits = np.zeros((1, 3, 7), "float32")
+    assert np.isnan(float(MaskedCrossentropy()(labels, logits)))
+    assert np.isfinite(float(MaskedCrossentropy(ignore_id=label)(labels, logits)))

@@ -76,3 +76,13 @@ def test_in_fit_and_evaluate():
     log_probability = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nll = -np.take_along_axis(log_probability, labels[..., None], -1)[..., 0][real].mean()
     assert results["perplexity"] == pytest.approx(np.exp(nll), rel=1e-6)
+
+
+@pytest.mark.parametrize("metric", [MaskedAccuracy, Perplexity])
+def test_refuses(metric):
+    with pytest.raises(ValueError, match="ignore_id='a'"):
+        metric(ignore_id="a")
+    with pytest.raises(ValueError, match="y_true.shape=\\(2, 4\\)"):
+        metric().update_state(np.ones((2, 4), "int32"), np.zeros((2, 3, 5), "float32"))
+    with pytest.raises(ValueError, match="sample_weight.shape=\\(2, 3, 1\\)"):
+        metric().update_state(np.ones((2, 3), "int32"), np.zeros((2, 3, 5), "float32"), np.ones((2, 3, 1)))

@@ -235,7 +235,7 @@ class TestCache:
             kt.write_cache(self.pair(S, 0), *self.pair(T, 1), start)
 
     def test_refuses_other_shapes(self):
-        with pytest.raises(ValueError, match="agree in K and H"):
+        with pytest.raises(ValueError, match="agree in B, K and H"):
             kt.write_cache(self.pair(S, 0), *(x[:, :, :2] for x in self.pair(T, 1)))
         with pytest.raises(ValueError, match="start.shape=\\(2, 1\\)"):
             kt.write_cache(self.pair(S, 0), *self.pair(T, 1), np.zeros((2, 1), "int32"))

@@ -289,6 +289,12 @@ def test_compiled_fit_and_evaluate_take_all_shapes():
         ({"targets": [[3, 2], [-4, 2]], "target_vocabulary_size": 8}, "Received: -4 in row 1, position 0"),
         ({"sources": [[], [3, 2]]}, "Received: row 0 of sources"),
         ({"sources": [[3, 2], [3.5, 2]]}, "must hold integers"),
+        ({"sources": [[3, 2], [-5, 2]]}, "Received: -5 in row 1, position 0"),
+        ({"targets": [[4, 2], [3, 0, 2]]}, "`targets` may hold padding.*Received: 0 in row 1, position 1"),
+        ({"start_id": -1}, "start_id=-1"),
+        ({"start_id": 8, "target_vocabulary_size": 8}, "`start_id` must be ids from 0 to 7"),
+        ({"seed": -1}, "seed=-1"),
+        ({"source_vocabulary_size": "a"}, "source_vocabulary_size='a'"),
     ],
 )
 def test_bad_dataset_arguments(change, message):

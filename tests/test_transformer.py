@@ -439,6 +439,7 @@ def test_as_a_part_of_a_users_model(tmp_path):
         ({"num_heads": 4}, "num_heads=4.*6"),
         ({"num_layers": 0}, "`num_layers`.*num_layers=0"),
         ({"max_length": 0}, "`max_length`.*max_length=0"),
+        ({"dropout": -0.1}, "`dropout`.*dropout=-0.1"),
         ({"share_embeddings": True}, "source_vocabulary_size=11, target_vocabulary_size=13"),
         ({"start_id": 13}, "`start_id` must be ids from 0 to 12. Received: 13"),
         ({"end_id": -1}, "`end_id` must be ids from 0 to 12. Received: -1"),
@@ -457,5 +458,7 @@ def test_bad_inputs():
         model({"source": np.ones((1, 8), "int32"), "target": TARGET[:1]})
     with pytest.raises(ValueError, match=r"`target` must be ids.*target.shape=\(5,\)"):
         model({"source": SOURCE, "target": TARGET[0]})
+    with pytest.raises(ValueError, match="same number of rows"):
+        model({"source": SOURCE, "target": TARGET[:1]})
     with pytest.raises(ValueError, match=r'dict of "source" and "target".*\[\'source\'\]'):
         model({"source": SOURCE})

@@ -16,6 +16,7 @@ from keras_transformer._validation import (
     check_not_empty,
     id_batch,
     positive_integers,
+    rates,
 )
 from keras_transformer.generation.backends import Generator
 from keras_transformer.generation.rules import Rules, generated_length
@@ -27,6 +28,7 @@ from keras_transformer.layers import (
 )
 from keras_transformer.ops import causal_mask
 from keras_transformer.ops import positions as token_positions
+from keras_transformer.ops.attention import agree
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -99,6 +101,7 @@ class Transformer(keras.Model):
     ):
         super().__init__(**kwargs)
         positive_integers(source_vocabulary_size=source_vocabulary_size, target_vocabulary_size=target_vocabulary_size)
+        rates(dropout=dropout)
         if max_length is not None:
             positive_integers(max_length=max_length)
         if share_embeddings and source_vocabulary_size != target_vocabulary_size:
@@ -366,6 +369,9 @@ class Transformer(keras.Model):
                 )
             if self.max_length is not None and ids.shape[1] is not None:
                 check_length(ids.shape[1], self.max_length, f"{name} length")
+        if not agree(inputs["source"].shape[0], inputs["target"].shape[0]):
+            shapes = {name: tuple(ids.shape) for name, ids in inputs.items()}
+            raise ValueError(f'"source" and "target" must have the same number of rows. Received: shapes {shapes}')
         # Cast, not refused, as Keras' own Embedding does: Keras builds a loaded model by calling it on floats.
         return ops.cast(inputs["source"], "int32"), ops.cast(inputs["target"], "int32")
 
