@@ -347,6 +347,8 @@ def solve(values: Sequence[int], traces: Sequence[Sizes], axes: Sequence[Axis]) 
             expr = _fit_linear(plain, traces, support)
             if expr is not None and fits(expr):
                 return expr
+    if len(set(plain)) < 3:
+        return None
     quotients = [q for axis in axes for divisor in range(2, 65) for q in _fit_quotients(plain, traces, axis, divisor)]
     return quotients[0] if len(quotients) == 1 else None
 

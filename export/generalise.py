@@ -28,28 +28,52 @@ from keras_transformer.export.trace import EXPAND, TAKE_PART, Array, Call, Recor
 _PRIMES = (3, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 # The longest size that is traced of an axis without a limit.
 _LONG = 509
+_SHORT_RANGE = 8
 
 
 def trace_sizes(axes: Sequence[Axis]) -> list[Sizes]:
     """The sizes to trace at: a base, each axis alone changed, then those at which code often behaves otherwise.
 
-    The last ones are the smallest, even sizes, multiples of 8 and the longest of every axis.
+    The last ones are the smallest, even sizes, multiples of 8, a middle and the longest of every axis, and all sizes
+    of a short range. Within a range the sizes of an axis differ from each other as far as it allows.
     """
     count = len(axes)
-    base = {axis.name: _PRIMES[i] for i, axis in enumerate(axes)}
+    smallest = {axis.name: axis.minimum for axis in axes}
+    beyond = 2 * max(smallest.values(), default=0)
+    # In the other order than elsewhere, where the first axis is the smallest.
+    longest = {axis.name: axis.maximum or max(_LONG, beyond) - 2 * i for i, axis in enumerate(axes)}
+    base, changed, even, eights, middle = ({} for _ in range(5))
+    for i, axis in enumerate(axes):
+        low, high = smallest[axis.name], longest[axis.name]
+        used = {low, high}
+        base[axis.name] = _pick(_PRIMES[i], low, high, used | {*base.values()})
+        for sizes, wanted, step in (
+            (changed, _PRIMES[count + i] + 1 + i % 2, 1),
+            (even, 2 * (i + 1), 2),
+            (eights, 8 * (i + 1), 8),
+            (middle, (low + high) // 2 + 2 * i, 1),
+        ):
+            used.add(base[axis.name])
+            sizes[axis.name] = _pick(wanted, low, high, used, step)
+            used.add(sizes[axis.name])
     sizes = [base]
-    sizes += [base | {axis.name: _PRIMES[count + i] + 1 + i % 2} for i, axis in enumerate(axes)]
+    sizes += [base | {axis.name: changed[axis.name]} for axis in axes]
     sizes += [base | {axis.name: axis.minimum} for axis in axes]
-    sizes.append({axis.name: axis.minimum for axis in axes})
-    sizes.append({axis.name: 2 * (i + 1) for i, axis in enumerate(axes)})
-    sizes.append({axis.name: 8 * (i + 1) for i, axis in enumerate(axes)})
-    sizes.append({axis.name: axis.maximum or _LONG + 2 * i for i, axis in enumerate(axes)})
-    clipped = [{axis.name: _clip(s[axis.name], axis) for axis in axes} for s in sizes]
-    return [size for i, size in enumerate(clipped) if size not in clipped[:i]]
+    sizes += [base | {axis.name: longest[axis.name]} for axis in axes]
+    sizes += [smallest, even, eights, middle, longest]
+    for axis in axes:
+        low, high = smallest[axis.name], longest[axis.name]
+        sizes += [base | {axis.name: size} for size in range(low, high + 1) if high - low < _SHORT_RANGE]
+    return [size for i, size in enumerate(sizes) if size not in sizes[:i]]
 
 
-def _clip(size: int, axis: Axis) -> int:
-    return max(axis.minimum, min(size, axis.maximum or size))
+def _pick(wanted: int, low: int, high: int, used: set[int], step: int = 1) -> int:
+    """A multiple of `step` near `wanted` (from `low` on, if that is larger) that is not used yet."""
+    start = min(low + wanted if wanted < low else wanted, high)
+    start -= start % step
+    nearby = [*range(start, min(high, start + 99) + 1, step), *range(start, max(low, start - 99) - 1, -step)]
+    fitting = [size for size in nearby if low <= size and size not in used]
+    return fitting[0] if fitting else max(low, min(wanted, high))
 
 
 def generalise(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import keras
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from keras_transformer.export.dims import Axis, evaluate
+from keras_transformer.export.dims import Axis, evaluate, solve
 from keras_transformer.export.errors import TraceError
 from keras_transformer.export.exporter import trace
 from keras_transformer.export.generalise import trace_sizes
@@ -186,9 +187,32 @@ def test_a_call_that_fails_names_its_line():
 
 def test_an_index_that_is_a_tensor_takes_rows():
     table = keras.Variable(np.ones((9, 4), "float32"), name="table")
-    graph = traced(Outer(lambda x: table[ops.argmax(x, axis=-1)] + (table * 2.0)[ops.argmax(x, axis=-1)]))
+    graph = traced(Outer(lambda x: [table[ops.argmax(x, axis=-1)], x[ops.argmax(x[0], axis=-1)]]))
     assert [node.kind_name for node in graph.nodes].count("Take") == 2
-    assert graph.outputs[0].shape == (BATCH, LENGTH, 4)
+    assert [output.shape for output in graph.outputs] == [(BATCH, LENGTH, 4), (LENGTH, LENGTH, 5)]
+
+
+@pytest.mark.parametrize(("minimum", "maximum"), [(1, None), (16, 32), (7, 9), (1, 3), (5, 11), (1, 128), (600, None)])
+def test_a_number_that_lost_its_size_is_found_or_refused_in_any_range(minimum, maximum):
+    axes = [BATCH, Axis("length", minimum, maximum)]
+    traces = trace_sizes(axes)
+    lengths = {sizes["length"] for sizes in traces}
+    assert len(lengths) >= min(7, (maximum or 999) - minimum + 1)
+    for function in (
+        lambda b, t: t * t,
+        lambda b, t: t * (t + 1) // 2,
+        lambda b, t: t - t % 4,
+        lambda b, t: (t + 1) // 2,
+        lambda b, t: b * (t // 2),
+        lambda b, t: t.bit_length(),
+        lambda b, t: max(b, t),
+        lambda b, t: abs(b - t),
+        lambda b, t: int(t > 20),
+        lambda b, t: min(t, 18),
+    ):
+        found = solve([function(s["batch"], s["length"]) for s in traces], traces, axes)
+        for b, t in itertools.product((1, 2, 9, 999), range(minimum, (maximum or minimum + 300) + 1)):
+            assert found is None or evaluate(found, {"batch": b, "length": t}) == function(b, t), (found, b, t)
 
 
 def test_squeeze_without_an_axis_is_refused():
