@@ -18,7 +18,7 @@ import onnx_ir
 
 import keras_transformer
 from keras_transformer.export.dims import Axis
-from keras_transformer.export.errors import ExportError
+from keras_transformer.export.errors import ExportError, NotAnExportError, VerificationError
 from keras_transformer.export.generalise import generalise, trace_sizes
 from keras_transformer.export.ir import Graph, Value, Weight
 from keras_transformer.export.lowering import find_rule, lower
@@ -126,16 +126,27 @@ def export_onnx(
         _write_config(folder, config, weights)
         report = None
         if verify:
-            report = verify_onnx(
-                model,
-                folder,
-                samples=samples,
-                padded_rows=padded_rows,
-                tolerance=tolerance,
-                json_path=folder / "verification.json",
-                name=str(path),
-                verbose=verbose,
-            )
+            try:
+                report = verify_onnx(
+                    model,
+                    folder,
+                    samples=samples,
+                    padded_rows=padded_rows,
+                    tolerance=tolerance,
+                    json_path=folder / "verification.json",
+                    name=str(path),
+                    verbose=verbose,
+                )
+            except NotAnExportError as error:
+                raise VerificationError(
+                    "ONNX Runtime cannot load the graph, so it is not verified; its CPU kernels lack some dtypes, such "
+                    f"as bfloat16. Export the model in another one, or pass `verify=False`. {error}"
+                ) from error
+            except VerificationError as error:
+                if config["kind"] == "model" and dynamic_axes is None and len(axes) > 2:
+                    names = [axis.name for axis in axes]
+                    error.add_note(f"{names} were taken as independent; pass `dynamic_axes` if some are equal.")
+                raise
         if path.suffix == ".onnx":
             _install_file(folder, path)
         else:

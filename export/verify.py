@@ -19,7 +19,7 @@ import numpy as np
 
 from keras_transformer import _validation
 from keras_transformer.export import runtime
-from keras_transformer.export.errors import VerificationError
+from keras_transformer.export.errors import ExportError, VerificationError
 from keras_transformer.export.report import Comparison, Report
 
 # batch · heads · T² attention scores of float32 stay below 0.8 GB.
@@ -129,6 +129,8 @@ class Check:
         options = self.session_options
         if options is None:
             options = runtime.default_options()
+            # What fails at one of our sizes is in the report.
+            options.log_severity_level = 4
             # Between our short runs Keras has the cores.
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         return runtime.open_session(path, options, ["CPUExecutionProvider"])
@@ -422,7 +424,7 @@ class MadeSamples:
     def __init__(self, specs: list[InputSpec]):
         for spec in specs:
             if spec.kind == "ids" and spec.maximum is None:
-                raise ValueError(
+                raise ExportError(
                     f"The file does not say which values its integer input {spec.name!r} may take, so none can "
                     "be made: pass `samples`, arrays by input name."
                 )

@@ -250,6 +250,14 @@ def test_a_signature_may_name_the_inputs_of_a_functional_model_in_any_order(tmp_
         export(model, tmp_path / "w.onnx", input_signature={"a": ((None, None, 4), "float32")})
 
 
+def test_a_dtype_that_the_runtime_lacks_is_named(tmp_path):
+    x = keras.Input((None, 4), name="x")
+    model = keras.Model(x, layers.Dense(3, dtype="mixed_bfloat16")(x))
+    with pytest.raises(VerificationError, match="bfloat16.*verify=False"):
+        export(model, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 def two_inputs(join):
     a = keras.Input((None, 4), name="a")
     b = keras.Input((None, 4), name="b")
