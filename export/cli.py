@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import sys
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -80,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         "with key/value cache; any other model one graph. Batch and lengths stay free. Before the files appear in\n"
         "DIR, ONNX Runtime is compared with Keras over a grid of sizes and masks; a failed export leaves nothing.",
     )
-    _model_and_directory(export, "directory to write")
+    _model_and_directory(export, "directory to write; FILE.onnx writes a single graph alone")
     export.add_argument("--opset", type=int, default=23, help="version of the ONNX operators (default: %(default)s)")
     export.add_argument(
         "--min-length", type=int, metavar="N", help="smallest size of every free axis but the batch (default: 1)"
@@ -117,12 +118,14 @@ def parser() -> argparse.ArgumentParser:
     )
     translate.add_argument("directory", metavar="DIR", help="exported directory with a tokenizer.json")
     translate.add_argument(
-        "--max-length", type=int, metavar="N", help="longest output, in tokens (default: input + 50)"
+        "--max-length", type=_positive, metavar="N", help="longest output, in tokens (default: input + 50)"
     )
     translate.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="lines translated together (default: %(default)s)"
+        "--batch-size", type=_positive, default=32, metavar="N", help="lines translated together (default: %(default)s)"
     )
-    translate.add_argument("--threads", type=int, metavar="N", help="threads of ONNX Runtime (default: all cores)")
+    translate.add_argument(
+        "--threads", type=_positive, metavar="N", help="threads of ONNX Runtime (default: all cores)"
+    )
     translate.add_argument(
         "--provider",
         action="append",
@@ -140,6 +143,16 @@ def parser() -> argparse.ArgumentParser:
     )
     info.add_argument("directory", metavar="DIR", help="exported directory")
     return top
+
+
+def _positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1: {text}")
+    return number
+
+
+_positive.__name__ = "whole number"  # what argparse calls it
 
 
 def _backend(sub):
@@ -247,10 +260,15 @@ def _translate(options):
         stream.reconfigure(encoding="utf-8", newline="\n")
     # A person at a terminal gets each answer at once; a pipe gets batches of lines of similar length.
     size = 1 if sys.stdin.isatty() else 16 * options.batch_size
+    done = 0
     for lines in _chunks(_progress(sys.stdin, "Translating"), size):
         texts = [line.removesuffix("\n").removesuffix("\r") for line in lines]
         filled = [text for text in texts if text.strip()]
-        results = iter(runner.translate(filled, options.max_length, options.batch_size))
+        try:
+            results = iter(runner.translate(filled, options.max_length, options.batch_size))
+        except ValueError as error:
+            raise ValueError(f"In lines {done + 1} to {done + len(lines)}, not counting empty ones: {error}") from error
+        done += len(lines)
         for text in texts:
             print(" ".join(next(results).splitlines()) if text.strip() else "")
         sys.stdout.flush()
@@ -289,9 +307,11 @@ def _verified(path):
 def _load(options):
     """The saved model, once the modules that define its layers are imported."""
     path = pathlib.Path(options.model)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file.")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: {'a directory, not a file' if path.exists() else 'no such file'}.")
     keras = _need_backend()
+    if path.suffix == ".keras" and not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a model that `model.save` wrote, or is damaged.")
     sys.path.insert(0, os.getcwd())
     for name in options.imports:
         importlib.import_module(name)
@@ -321,8 +341,13 @@ def _samples(path):
         return None
     import numpy as np
 
-    with np.load(path) as arrays:
-        return dict(arrays)
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file.")
+    try:
+        with np.load(path) as arrays:
+            return dict(arrays)
+    except Exception as error:  # NumPy raises several types on a file that is none of its own
+        raise ValueError(f"{path} is not an .npz file of arrays, as `np.savez` writes them: {error}") from error
 
 
 def _chunks(lines: Iterable[str], size: int) -> Iterator[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -320,7 +321,7 @@ def solve(values: Sequence[int], traces: Sequence[Sizes], axes: Sequence[Axis]) 
     """The expression that takes `values[i]` at the sizes `traces[i]`; None if there is no single one.
 
     An expression that the integers carry is taken if it fits everywhere; otherwise one is sought among
-    constants, `a·m + c` and `a·m + b·n + c` for products of axes m and n, and `(axis + c) // k`.
+    constants, `a·m + c` and `a·m + b·n + c` for products of axes m and n, and `a·((axis + c) // k)`.
     """
     plain = [int(value) for value in values]
 
@@ -349,8 +350,10 @@ def solve(values: Sequence[int], traces: Sequence[Sizes], axes: Sequence[Axis]) 
                 return expr
     if len(set(plain)) < 3:
         return None
+    factor = math.gcd(*plain)
+    plain = [value // factor for value in plain]
     quotients = [q for axis in axes for divisor in range(2, 65) for q in _fit_quotients(plain, traces, axis, divisor)]
-    return quotients[0] if len(quotients) == 1 else None
+    return multiply(quotients[0], factor) if len(quotients) == 1 else None
 
 
 def _fit_linear(values, traces, support) -> Dim | None:

@@ -25,7 +25,7 @@ from keras_transformer.export.lowering import find_rule, lower
 from keras_transformer.export.report import Report
 from keras_transformer.export.signature import call_by_name, free_axes, model_inputs
 from keras_transformer.export.trace import InputSpec, record
-from keras_transformer.export.verify import verify_onnx
+from keras_transformer.export.verify import check_padded_rows, check_tolerance, verify_onnx
 
 FORMAT, FORMAT_VERSION = "keras_transformer", 1
 # A protobuf holds at most 2 GB: beyond, the weights go to a file beside the graph.
@@ -67,7 +67,8 @@ def export_onnx(
             Without it axis 0 is the batch, and lengths are taken as one where the model needs them equal.
         min_length: smallest size of every free axis but the batch; 1 if None.
         max_length: largest size; the model's own `max_length` if it has one, else no limit.
-        output_names: names of the graph's outputs, in the order of the model's.
+        output_names: names of the graph's outputs, in the order of the model's. These three are not for a
+            `Transformer`, whose graphs have names and axes of their own.
         opset: version of the standard ONNX operators: 23.
         samples: inputs to verify with, as for `verify_onnx`; made up if None.
         padded_rows: as for `verify_onnx`.
@@ -94,6 +95,21 @@ def export_onnx(
         raise ExportError(f"`opset` must be one of {_OPSETS}. Received: opset={opset}")
     if logits not in ("all", "last"):
         raise ExportError(f"`logits` must be 'all' or 'last'. Received: logits={logits!r}")
+    encoder_decoder = _is_encoder_decoder(model)
+    _check_arguments(
+        model,
+        encoder_decoder,
+        logits=logits,
+        input_signature=input_signature,
+        dynamic_axes=dynamic_axes,
+        output_names=output_names,
+    )
+    _check_sizes(min_length=min_length, max_length=max_length)
+    check_tolerance(tolerance)
+    check_padded_rows(padded_rows)
+    _check_tokenizer(tokenizer, model if encoder_decoder else None)
+    if encoder_decoder and path.suffix == ".onnx":
+        raise ExportError(f"{type(model).__name__} becomes a directory of two graphs. Received: path={str(path)!r}")
     _check_target(path, force)
     limit = getattr(model, "max_length", None)
     if max_length is None:
@@ -101,11 +117,7 @@ def export_onnx(
     elif limit is not None and max_length > limit:
         raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
     with _staging(path) as folder:
-        if _is_encoder_decoder(model):
-            if path.suffix == ".onnx":
-                raise ExportError(
-                    f"{type(model).__name__} becomes a directory of two graphs. Received: path={str(path)!r}"
-                )
+        if encoder_decoder:
             from keras_transformer.export.encoder_decoder import graphs, runner_config
 
             parts = graphs(model, min_length, max_length, logits)
@@ -114,7 +126,7 @@ def export_onnx(
             inputs = model_inputs(model, input_signature)
             call = call_by_name(model, [entry.name for entry in inputs])
             specs, axes = free_axes(inputs, call, dynamic_axes, min_length, max_length)
-            parts = {"model": (call, specs, axes, output_names or _output_names(model))}
+            parts = {"model": (call, specs, axes, _output_names(model) if output_names is None else output_names)}
             config = {"kind": "model"}
         weights: dict[str, Weight] = {}
         for name, (function, specs, axes, names) in parts.items():
@@ -219,7 +231,18 @@ def _output_names(model) -> list[str] | None:
     struct = getattr(model, "_outputs_struct", None)
     if not isinstance(struct, dict):
         return None
-    return [keras.tree.flatten(name)[0] for name in sorted(struct)]
+    numbered = keras.tree.pack_sequence_as(struct, list(range(len(keras.tree.flatten(struct)))))
+    names = dict(_leaves(numbered))
+    return [names[number] for number in sorted(names)]
+
+
+def _leaves(x, *path: Any) -> Iterator[tuple[Any, str]]:
+    """What a nested structure holds, each with its place as a name."""
+    if isinstance(x, dict | list | tuple):
+        for key, item in x.items() if isinstance(x, dict) else enumerate(x):
+            yield from _leaves(item, *path, key)
+    else:
+        yield x, "_".join(map(str, path))
 
 
 def _describe(graph: Graph, value: Value) -> dict[str, Any]:
@@ -298,10 +321,62 @@ def _sha256(file: pathlib.Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+# Arguments: refused before any work.
+
+
+def _check_arguments(model, encoder_decoder: bool, logits: str, **described: Any) -> None:
+    """Refuses what is no model, and arguments that its kind does not take."""
+    if not callable(model):
+        raise ExportError(f"`model` must be a Keras model. Received: model={model!r}")
+    for name, value in described.items():
+        if encoder_decoder and value is not None:
+            raise ExportError(
+                f"`{name}` is for other models: the graphs of a {type(model).__name__} have names and axes of their "
+                f"own. Received: {name}={value!r}"
+            )
+    if not encoder_decoder and logits != "all":
+        raise ExportError(f"`logits` is for encoder-decoder models. Received: logits={logits!r}")
+    names = described["output_names"]
+    if names is not None and (
+        isinstance(names, str) or not names or not all(isinstance(name, str) and name for name in names)
+    ):
+        raise ExportError(f"`output_names` must be a list of names. Received: output_names={names!r}")
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, value in sizes.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ExportError(f"`{name}` must be an integer. Received: {name}={value!r}")
+
+
+def _check_tokenizer(tokenizer, model) -> None:
+    """Refuses what is no tokenizer, or one whose ids are not those of the encoder-decoder `model`."""
+    if tokenizer is None:
+        return
+    if not all(hasattr(tokenizer, name) for name in ("save", "vocabulary_size", "start_id", "end_id", "pad_id")):
+        raise ExportError(f"`tokenizer` must be a keras_transformer.text.Tokenizer. Received: tokenizer={tokenizer!r}")
+    if model is None:
+        raise ExportError("`tokenizer` is for encoder-decoder models, whose directory translates text.")
+    size = min(model.source_vocabulary_size, model.target_vocabulary_size)
+    if tokenizer.vocabulary_size > size:
+        raise ExportError(
+            f"`tokenizer` must have no more ids than the model, {size}. Received: {tokenizer.vocabulary_size} ids"
+        )
+    for name in ("start_id", "end_id", "pad_id"):
+        if getattr(tokenizer, name) != getattr(model, name):
+            raise ExportError(
+                f"`tokenizer` and model must have the same `{name}`. "
+                f"Received: {getattr(tokenizer, name)} and {getattr(model, name)}"
+            )
+
+
 # The target: written whole or not at all.
 
 
 def _check_target(path: pathlib.Path, force: bool) -> None:
+    if path.exists() and path.is_dir() == (path.suffix == ".onnx"):
+        what = "a directory, and a file" if path.is_dir() else "a file, and a directory"
+        raise FileExistsError(f"{path} is {what} would be written there.")
     if not path.exists() or force:
         return
     if path.is_dir() and path.suffix != ".onnx" and not set(os.listdir(path)) - _own_files(path):

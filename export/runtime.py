@@ -95,6 +95,13 @@ class OnnxTransformer:
             )
         _validation.positive_integers(batch_size=batch_size)
         rows = self.tokenizer.encode(texts)
+        limit = self.config["max_length"]
+        for index, row in enumerate(rows):
+            if limit is not None and len(row) > limit:
+                raise ValueError(
+                    f"`texts` must have at most the model's max_length={limit} tokens each. "
+                    f"Received: {len(row)} tokens in text {index}"
+                )
         results = [""] * len(rows)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         for start in range(0, len(order), batch_size):
@@ -173,7 +180,8 @@ _PARTS = ("key", "value")
 
 def _cache_dtype(session):
     types = {node.name: node.type for node in session.get_inputs()}
-    return {"tensor(float16)": np.float16}.get(types.get("past_key_values.0.key"), np.float32)
+    wider = {"tensor(float16)": np.float16, "tensor(double)": np.float64}
+    return wider.get(types.get("past_key_values.0.key"), np.float32)
 
 
 def encode(session, source_ids: np.ndarray) -> dict:
@@ -208,9 +216,46 @@ def read_config(directory: str | os.PathLike) -> dict:
             f"{directory} has format version {config.get('format_version')}; this version of "
             f"keras_transformer reads {FORMAT_VERSION}."
         )
+    _check_config(config, path)
     for name, expected in config["files"].items():
         _check_file(directory / name, expected)
     return config
+
+
+_NUMBERS = (
+    "num_layers",
+    "num_heads",
+    "head_dim",
+    "source_vocabulary_size",
+    "target_vocabulary_size",
+    "start_id",
+    "end_id",
+    "pad_id",
+)
+
+
+def _check_config(config, path):
+    """Raises NotAnExportError where an entry that the runner needs is missing, or of another type."""
+    files = config.get("files")
+    wrong = []
+    if config.get("kind") not in ("model", "encoder-decoder"):
+        wrong.append("kind")
+    if config.get("kind") == "encoder-decoder":
+        wrong += [name for name in _NUMBERS if not isinstance(config.get(name), int)]
+        if not isinstance(config.get("max_length"), int | None) or "max_length" not in config:
+            wrong.append("max_length")
+    needed = {"encoder.onnx", "decoder.onnx"} if config.get("kind") == "encoder-decoder" else set()
+    if (
+        not isinstance(files, dict)
+        or not needed <= set(files)
+        or not all(
+            name == pathlib.PurePath(name).name and isinstance(entry, dict) and {"size", "sha256"} <= set(entry)
+            for name, entry in files.items()
+        )
+    ):
+        wrong.append("files")
+    if wrong:
+        raise NotAnExportError(f"{path} is damaged: its {', '.join(wrong)} are missing or of another type.")
 
 
 def _check_file(path, expected):
@@ -253,11 +298,22 @@ def open_session(path: str | os.PathLike, options=None, providers: Sequence[str]
     path = pathlib.Path(path)
     if not path.is_file():
         raise NotAnExportError(f"{path} is not an ONNX file: there is no such file.")
+    if isinstance(providers, str):
+        raise ValueError(f"`providers` must be a list of names. Received: providers={providers!r}")
     providers = list(providers or ["CPUExecutionProvider"])
     available = onnxruntime.get_available_providers()
     for provider in providers:
         if provider not in available:
-            raise ValueError(_missing_provider(provider, f"this installation has {', '.join(available)}"))
+            hint = ""
+            if provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider"):
+                hint = (
+                    " It comes with the GPU wheel: pip uninstall onnxruntime, then "
+                    "pip install 'keras-transformer-onnx[onnx-gpu]'."
+                )
+            raise ValueError(
+                f"`providers` holds {provider!r}, which is not there: this installation has {', '.join(available)}."
+                f"{hint}"
+            )
     try:
         session = onnxruntime.InferenceSession(str(path), options or default_options(), providers=providers)
     except Exception as error:  # onnxruntime raises many types, none of them documented
@@ -265,19 +321,11 @@ def open_session(path: str | os.PathLike, options=None, providers: Sequence[str]
             f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {str(error).strip()}"
         ) from error
     if providers[0] not in session.get_providers():
-        reason = "it could not be started, so its driver or libraries are missing or do not match"
-        raise ValueError(_missing_provider(providers[0], reason))
-    return session
-
-
-def _missing_provider(provider, reason):
-    text = f"`providers` holds {provider!r}, which is not there: {reason}."
-    if provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider"):
-        text += (
-            " It comes with the GPU wheel: pip uninstall onnxruntime, then "
-            "pip install 'keras-transformer-onnx[onnx-gpu]'."
+        raise ValueError(
+            f"`providers` holds {providers[0]!r}, which is installed and could not be started: the driver or a library "
+            "that it needs is missing or of another version. ONNX Runtime wrote above which one it was."
         )
-    return text
+    return session
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import keyword
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ def model_inputs(model: Callable, input_signature: Mapping[str, Any] | None = No
             f"The model has no weights yet, as it is not built: call it once, or `model.build(...)`. Received: {model}"
         )
     if input_signature is not None:
-        if not isinstance(input_signature, Mapping):
+        if not isinstance(input_signature, Mapping) or not input_signature:
             raise ExportError(
                 "`input_signature` must be a dict from input name to (shape, dtype). "
                 f"Received: input_signature={input_signature!r}"
@@ -61,8 +62,18 @@ def model_inputs(model: Callable, input_signature: Mapping[str, Any] | None = No
 
 
 def _input(name: str, spec: Any) -> Input:
-    shape, dtype = (spec.shape, spec.dtype) if hasattr(spec, "shape") else spec
-    return Input(name, tuple(shape), keras.backend.standardize_dtype(dtype))
+    try:
+        shape, dtype = (spec.shape, spec.dtype) if hasattr(spec, "shape") else spec
+        shape, dtype = tuple(shape), keras.backend.standardize_dtype(dtype)
+    except (TypeError, ValueError):
+        shape, dtype = (), None
+    sizes = [size for size in shape if size is not None]
+    if dtype is None or not isinstance(name, str) or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ExportError(
+            "`input_signature` must give (shape, dtype) by input name, such as "
+            f'{{"token_ids": ((None, None), "int32")}}. Received: {name!r}: {spec!r}'
+        )
+    return Input(name, shape, dtype)
 
 
 def _in_order(model, inputs: list[Input]) -> list[Input]:
@@ -187,6 +198,11 @@ def free_axes(
 
 def _given_names(inputs, dynamic_axes) -> dict[tuple[int, int], str]:
     known = {entry.name: number for number, entry in enumerate(inputs)}
+    if not isinstance(dynamic_axes, Mapping) or not all(isinstance(axes, Mapping) for axes in dynamic_axes.values()):
+        raise ExportError(
+            '`dynamic_axes` must be like {"source": {0: "batch", 1: "source_length"}}. '
+            f"Received: dynamic_axes={dynamic_axes!r}"
+        )
     names = {}
     for name, axes in dynamic_axes.items():
         if name not in known:
@@ -196,9 +212,9 @@ def _given_names(inputs, dynamic_axes) -> dict[tuple[int, int], str]:
             )
         rank = len(inputs[known[name]].shape)
         for axis, label in axes.items():
-            if not -rank <= axis < rank:
-                raise ExportError(f"`dynamic_axes` of {name!r}: it has {rank} axes. Received: axis {axis}")
-            if not re.fullmatch(r"[A-Za-z_]\w*", label):
+            if not isinstance(axis, int) or not -rank <= axis < rank:
+                raise ExportError(f"`dynamic_axes` of {name!r}: it has {rank} axes. Received: axis {axis!r}")
+            if not isinstance(label, str) or not re.fullmatch(r"[A-Za-z_]\w*", label) or keyword.iskeyword(label):
                 raise ExportError(f"`dynamic_axes` must give identifiers as names. Received: {label!r}")
             names[known[name], axis % rank] = label
     for number, entry in enumerate(inputs):

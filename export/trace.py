@@ -440,18 +440,19 @@ def _patched() -> Iterator[None]:
 
 
 _originals: list[tuple[Any, str, Any]] = []
+_MISSING = object()
 
 
 def _install() -> None:
     for owner, name, replacement in _patches():
-        _originals.append((owner, name, inspect.getattr_static(owner, name)))
+        _originals.append((owner, name, inspect.getattr_static(owner, name, _MISSING)))
         setattr(owner, name, replacement)
 
 
 def _uninstall() -> None:
     while _originals:
         owner, name, original = _originals.pop()
-        setattr(owner, name, original)
+        delattr(owner, name) if original is _MISSING else setattr(owner, name, original)
 
 
 def _patches() -> Iterator[tuple[Any, str, Any]]:
@@ -471,6 +472,9 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     for name, operation in _OPERATORS.items():
         yield KerasVariable, name, _operator(getattr(KerasVariable, name), operation)
     yield keras.KerasTensor, "__jax_array__", _hidden(keras.KerasTensor.__jax_array__)
+    # NumPy numbers on the left of an operator leave it to the `KerasTensor`.
+    yield keras.KerasTensor, "__array_ufunc__", None
+    yield keras.layers.Layer, "add_loss", _not_traced(keras.layers.Layer.add_loss)
     yield KerasVariable, "assign", _forbidden(KerasVariable.assign, _tracer, "writes to a variable")
     yield KerasVariable, "__init__", _forbidden(KerasVariable.__init__, _any_tracer, "creates a variable")
     yield SeedGenerator, "next", _forbidden(SeedGenerator.next, _tracer, "draws random numbers")
@@ -586,6 +590,14 @@ def _symbolic_is_a_tensor(original):
         return keras.ops.convert_to_tensor(x, *args, **kwargs) if symbolic else original(x, *args, **kwargs)
 
     return convert_to_tensor
+
+
+def _not_traced(original):
+    @functools.wraps(original)
+    def ignored(*args, **kwargs):
+        return original(*args, **kwargs) if _any_tracer() is None else None
+
+    return ignored
 
 
 def _mish(original):

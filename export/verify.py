@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -74,11 +75,15 @@ def verify_onnx(
         ValueError: an argument is not as described, or the file does not say what range its ids have and no
             `samples` are given.
     """
-    if padded_rows not in ("exact", "any"):
-        raise ValueError(f"`padded_rows` must be 'exact' or 'any'. Received: padded_rows={padded_rows!r}")
-    if len(tolerance) != 2 or min(tolerance) < 0:
-        raise ValueError(f"`tolerance` must be (absolute, relative). Received: tolerance={tolerance!r}")
+    check_padded_rows(padded_rows)
+    check_tolerance(tolerance)
+    if not callable(model):
+        raise ValueError(f"`model` must be a Keras model, or a function of the same inputs. Received: model={model!r}")
+    if getattr(model, "built", True) is False:
+        raise ValueError(f"`model` has no weights yet, as it is not built. Received: model={model!r}")
     path = pathlib.Path(path)
+    if json_path is not None and not pathlib.Path(json_path).absolute().parent.is_dir():
+        raise ValueError(f"`json_path` must be in a directory that exists. Received: json_path={str(json_path)!r}")
     report = Report(name or str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
     check = Check(report, session_options, progress)
     if path.is_dir() and runtime.read_config(path)["kind"] == "encoder-decoder":
@@ -94,6 +99,24 @@ def verify_onnx(
     if not report.passed:
         raise VerificationError(report.summary(), report)
     return report
+
+
+def check_padded_rows(padded_rows: str) -> None:
+    """Raises ValueError unless it is one of the two choices."""
+    if padded_rows not in ("exact", "any"):
+        raise ValueError(f"`padded_rows` must be 'exact' or 'any'. Received: padded_rows={padded_rows!r}")
+
+
+def check_tolerance(tolerance: tuple[float, float]) -> None:
+    """Raises ValueError unless it is a pair of numbers of at least 0."""
+    if (
+        not isinstance(tolerance, tuple | list)
+        or len(tolerance) != 2
+        or not all(isinstance(number, int | float) and number >= 0 for number in tolerance)
+    ):
+        raise ValueError(
+            f"`tolerance` must be (absolute, relative), two numbers of at least 0. Received: tolerance={tolerance!r}"
+        )
 
 
 def verify_graph(model, path, check, samples=None):
@@ -537,7 +560,7 @@ class GivenSamples:
 def checked_inputs(specs: list[InputSpec], arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """`arrays` by input name, in the graph's dtypes, each id within its range."""
     wanted = {spec.name for spec in specs}
-    if not isinstance(arrays, Mapping) or not wanted <= set(arrays):
+    if not isinstance(arrays, Mapping) or wanted != set(arrays):
         received = sorted(arrays) if isinstance(arrays, Mapping) else type(arrays).__name__
         raise ValueError(f"`samples` must map the input names {sorted(wanted)} to arrays. Received: {received}")
     inputs = {}
@@ -626,4 +649,7 @@ def _failed(name, sizes, case, problem, *place):
 
 
 def _first_line(error):
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+    """The first line that says something: Keras puts where it happened before what happened, in colours."""
+    lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).split("\n")]
+    lines = [line for line in lines if line and not line.startswith("Exception encountered when calling")]
+    return lines[0][:300] if lines else type(error).__name__

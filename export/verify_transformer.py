@@ -9,7 +9,15 @@ import numpy as np
 
 from keras_transformer.export import runtime
 from keras_transformer.export.report import TokenCheck
-from keras_transformer.export.verify import Check, FreeAxis, InputSpec, MadeSamples, interface, numpy_function
+from keras_transformer.export.verify import (
+    Check,
+    FreeAxis,
+    InputSpec,
+    MadeSamples,
+    checked_inputs,
+    interface,
+    numpy_function,
+)
 from keras_transformer.generation.rules import greedy
 
 # Below this length of a target every split into a prefill and single steps is compared.
@@ -35,7 +43,8 @@ def verify_transformer(model, directory: pathlib.Path, check: Check, samples=Non
     specs, axes = _interface(config, encoder)
     forward = _forward(model)
     if isinstance(samples, Mapping) and "source" in samples and "target" not in samples:
-        batch, length = np.shape(samples["source"])
+        source = checked_inputs(specs[:1], {"source": samples["source"]})["source"]
+        batch, length = source.shape
         samples = {**samples, **MadeSamples(specs[1:]).make({"batch": batch, "length": length}, "padded", 0)}
     sources = []
     for sizes, case, inputs in check.runs(directory, specs, axes, samples, config["num_heads"]):

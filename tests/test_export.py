@@ -250,6 +250,15 @@ def test_a_signature_may_name_the_inputs_of_a_functional_model_in_any_order(tmp_
         export(model, tmp_path / "w.onnx", input_signature={"a": ((None, None, 4), "float32")})
 
 
+def test_nested_outputs_are_named_by_their_place(tmp_path):
+    x = keras.Input((4,), name="x")
+    model = keras.Model(x, {"z": x * 2.0, "a": {"q": x + 2.0, "p": [x, x - 1.0]}})
+    export(model, tmp_path / "m.onnx", verify=False)
+    names = [output.name for output in onnx.load(tmp_path / "m.onnx").graph.output]
+    outputs = dict(zip(names, run(tmp_path / "m.onnx", {"x": np.ones((1, 4), "float32")}), strict=True))
+    assert {name: output[0, 0] for name, output in outputs.items()} == {"z": 2, "a_q": 3, "a_p_0": 1, "a_p_1": 0}
+
+
 def test_a_dtype_that_the_runtime_lacks_is_named(tmp_path):
     x = keras.Input((None, 4), name="x")
     model = keras.Model(x, layers.Dense(3, dtype="mixed_bfloat16")(x))
@@ -540,6 +549,68 @@ def test_arguments_out_of_range_are_refused(tmp_path, kwargs, match):
     with pytest.raises(ExportError, match=match):
         export(encoder_model(num_layers=1), tmp_path / "out", **kwargs)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "kwargs, match",
+    [
+        ({"logits": "last"}, "encoder-decoder"),
+        ({"output_names": "logits"}, "output_names='logits'"),
+        ({"output_names": []}, r"output_names=\[\]"),
+        ({"output_names": [1]}, r"output_names=\[1\]"),
+        ({"max_length": 2.5}, "max_length=2.5"),
+        ({"min_length": True}, "min_length=True"),
+        ({"tolerance": 1e-3}, "tolerance=0.001"),
+        ({"tolerance": (float("nan"), 0)}, "tolerance"),
+        ({"tokenizer": "tokenizer.json"}, "tokenizer='tokenizer.json'"),
+        ({"input_signature": {"token_ids": (None, None)}}, "shape, dtype"),
+        ({"input_signature": {"token_ids": ((None, "T"), "int32")}}, "shape, dtype"),
+        ({"input_signature": {}}, "input_signature={}"),
+        ({"dynamic_axes": {"token_ids": ["batch", "length"]}}, "dynamic_axes="),
+        ({"dynamic_axes": {"token_ids": {0: "batch", 1: "class"}}}, "'class'"),
+        ({"dynamic_axes": {"token_ids": {"0": "batch", 1: "length"}}}, "axis '0'"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(tmp_path, kwargs, match):
+    model = keras.Sequential([keras.Input((None,), dtype="int32", name="token_ids"), TokenEmbedding(7, 4)])
+    with pytest.raises(ValueError, match=match):
+        export(model, tmp_path / "out", **kwargs)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "kwargs, match",
+    [
+        ({"output_names": ["logits"]}, "`output_names` is for other models"),
+        ({"dynamic_axes": {"source": {0: "batch", 1: "length"}}}, "`dynamic_axes` is for other models"),
+        ({"input_signature": {"source": ((None, None), "int32")}}, "`input_signature` is for other models"),
+    ],
+)
+def test_a_transformer_takes_no_names(tmp_path, kwargs, match):
+    model = Transformer(7, 7, num_layers=1, d_model=4, num_heads=2, d_ff=5)
+    with pytest.raises(ExportError, match=match):
+        export(model, tmp_path / "out", **kwargs)
+
+
+def test_a_tokenizer_that_is_not_the_models(tmp_path):
+    class Other:
+        pad_id, start_id, end_id, vocabulary_size, save = 0, 1, 2, 8, None
+
+    with pytest.raises(ExportError, match="no more ids than the model, 7. Received: 8"):
+        export(Transformer(7, 7, num_layers=1, d_model=4, num_heads=2, d_ff=5), tmp_path / "out", tokenizer=Other())
+    model = Transformer(9, 9, num_layers=1, d_model=4, num_heads=2, d_ff=5, end_id=3)
+    with pytest.raises(ExportError, match="same `end_id`. Received: 2 and 3"):
+        export(model, tmp_path / "out", tokenizer=Other())
+
+
+def test_half_precision_is_not_let_pass_silently(tmp_path):
+    """The default tolerance is float32's; a wider one is written into the report."""
+    model = encoder_model(num_layers=1, dtype="mixed_float16")
+    with pytest.raises(VerificationError, match="largest error"):
+        export(model, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+    report = export(model, tmp_path / "out", tolerance=(0.03, 0.03))
+    assert 1e-4 < report.max_error < 0.03
 
 
 def test_unknown_arguments_are_refused(tmp_path):

@@ -185,6 +185,24 @@ def test_a_call_that_fails_names_its_line():
     names_its_place(refused(fail, r"'outer/inner' \(.*test_trace.py:\d+\).*RuntimeError"))
 
 
+def test_multiples_of_a_strided_length_are_found():
+    axis, pixels = Axis("length", 2), InputSpec("x", (BATCH, Axis("length", 2), 6, 5), "float32")
+    graph = trace(lambda x: ops.reshape(x[:, ::2], (x.shape[0], -1, 5)), [pixels], [BATCH, axis], {})
+    assert [evaluate(graph.outputs[0].shape[1], {"batch": 2, "length": t}) for t in (2, 7, 80)] == [6, 24, 240]
+
+
+def test_numpy_numbers_may_stand_left_and_losses_are_left_out():
+    class Scaled(layers.Layer):
+        def call(self, x):
+            self.add_loss(ops.mean(x))
+            return np.float32(2.0) * x + np.sqrt(4.0) * x
+
+    layer = Scaled()
+    layer.built = True
+    assert [node.kind_name for node in traced(layer).nodes] == ["Multiply", "Multiply", "Add"]
+    assert "__array_ufunc__" not in vars(keras.KerasTensor) and not layer.losses
+
+
 def test_an_index_that_is_a_tensor_takes_rows():
     table = keras.Variable(np.ones((9, 4), "float32"), name="table")
     graph = traced(Outer(lambda x: [table[ops.argmax(x, axis=-1)], x[ops.argmax(x[0], axis=-1)]]))
