@@ -74,6 +74,7 @@ def test_bad_usage_is_status_2(saved, tmp_path, capsys):
         ["export"],
         ["fly"],
         ["translate", "x", "--threads", "two"],
+        ["translate", "x", "--batch-size", "0"],
         ["verify", "a", "b", "--backend", "x"],
     ):
         with pytest.raises(SystemExit) as error:
@@ -87,7 +88,10 @@ def test_bad_usage_is_status_2(saved, tmp_path, capsys):
     capsys.readouterr()
     for arguments, message in (
         (["export", "missing.keras", "x"], "missing.keras: no such file"),
-        (["export", str(tmp_path / "damaged.keras"), "x"], "damaged.keras"),
+        (["export", str(tmp_path / "damaged.keras"), "x"], "damaged.keras is not a model"),
+        (["export", str(tmp_path), "x"], "a directory"),
+        (["export", model, "x", "--samples", str(tmp_path / "damaged.keras")], "is not an .npz file"),
+        (["export", model, str(tmp_path / "damaged.keras"), "--force"], "a directory would be written"),
         (["export", model, str(tmp_path / "other")], "--force"),
         (["export", model, str(tmp_path / "x"), "--import", "no_such_module"], "no_such_module"),
         (["verify", model, str(tmp_path)], "no config.json"),
@@ -133,7 +137,7 @@ def test_translate_needs_no_keras(saved):
 
 def test_translate_refuses_what_it_cannot_do(saved):
     result = run_without_keras("translate", saved / "exported", text="1 2 3 4 5 6 7 8 9 10\n")
-    assert result.returncode == 2 and b"max_length=16" in result.stderr
+    assert result.returncode == 2 and b"lines 1 to 1" in result.stderr and b"max_length=16" in result.stderr
     result = run_without_keras("translate", saved / "exported", "--provider", "NoSuch", text="1")
     assert result.returncode == 2 and b"NoSuch" in result.stderr
 

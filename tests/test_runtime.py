@@ -158,6 +158,49 @@ def test_damaged_files(exported, tmp_path, file):
         OnnxTransformer(path.parent)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": None},
+        {"num_layers": "2"},
+        {"max_length": "19"},
+        {"files": {}},
+        {"files": {"../encoder.onnx": {"size": 1, "sha256": ""}}},
+        {"files": {"encoder.onnx": {}, "decoder.onnx": {}}},
+    ],
+)
+def test_a_damaged_config(exported, tmp_path, change):
+    directory = copy(exported, tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(NotAnExportError, match=f"config.json is damaged.*{next(iter(change))}"):
+        OnnxTransformer(directory)
+
+
+def test_a_text_that_is_too_long_is_named(runner):
+    with pytest.raises(ValueError, match="max_length=19.*tokens in text 1"):
+        runner.translate(["one", "1234567890" * 3])
+
+
+def test_a_provider_that_is_installed_and_does_not_start(exported, monkeypatch):
+    """Without a word of installing what is there."""
+    onnxruntime = runtime.import_onnxruntime()
+    monkeypatch.setattr(
+        onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
+    session = onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime,
+        "InferenceSession",
+        lambda path, options, providers: session(path, options, providers=["CPUExecutionProvider"]),
+    )
+    with pytest.raises(ValueError, match="installed and could not be started") as error:
+        OnnxTransformer(exported[1], providers=["CUDAExecutionProvider"])
+    assert "pip" not in str(error.value)
+    with pytest.raises(ValueError, match="must be a list of names"):
+        OnnxTransformer(exported[1], providers="CUDAExecutionProvider")
+
+
 def test_missing_provider_is_explained(exported):
     with pytest.raises(ValueError, match=r"'CUDAExecutionProvider', which is not there.*\[onnx-gpu\]"):
         if "CUDAExecutionProvider" in runtime.import_onnxruntime().get_available_providers():

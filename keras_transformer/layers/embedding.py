@@ -76,7 +76,7 @@ class TokenEmbedding(keras.layers.Layer):
             ValueError: if ids are booleans, or vectors are not of width D.
         """
         if reverse:
-            if x.shape[-1] != self.d_model:
+            if not agree(x.shape[-1], self.d_model):
                 raise ValueError(
                     f"`x` must have the shape (…, {self.d_model}) to be projected. Received: x.shape={tuple(x.shape)}"
                 )

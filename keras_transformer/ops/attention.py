@@ -211,4 +211,7 @@ def _one_of(*sizes):
 
 def agree(a: Any, b: Any) -> bool:
     """Whether two sizes may be equal; None is an unknown one."""
-    return a is None or b is None or a == b
+    if a is None or b is None:
+        return True
+    # As plain integers: export takes comparisons of its own sizes for conditions, and a check is none.
+    return (int(a) if isinstance(a, int) else a) == (int(b) if isinstance(b, int) else b)
