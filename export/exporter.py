@@ -132,7 +132,7 @@ def export_onnx(
         for name, (function, specs, axes, names) in parts.items():
             graph = trace(function, specs, axes, model, names)
             weights |= {weight.name: weight for weight in graph.weights}
-            write(lower(graph, opset), graph, folder / f"{name}.onnx")
+            write(lower(graph, opset), graph, folder / f"{name}.onnx", config)
         if tokenizer is not None:
             tokenizer.save(folder / "tokenizer.json")
         _write_config(folder, config, weights)
@@ -189,12 +189,13 @@ def trace(
     return generalise(recordings, axes, [s.name for s in specs], [s.shape for s in specs], output_names)
 
 
-def write(model: onnx_ir.Model, graph: Graph, path: pathlib.Path) -> None:
-    """Writes an ONNX model with what verification and the runner need to know of its inputs."""
+def write(model: onnx_ir.Model, graph: Graph, path: pathlib.Path, config: dict[str, Any]) -> None:
+    """Writes an ONNX model that says what it was made of, and which values and sizes its inputs may have."""
     model.metadata_props.update(
         {
             "keras_transformer.version": keras_transformer.__version__,
             "keras.version": keras.__version__,
+            "keras_transformer.config": json.dumps(config),
             "keras_transformer.inputs": json.dumps([_describe(graph, value) for value in graph.inputs]),
             "keras_transformer.axes": json.dumps(
                 {axis.name: {"minimum": axis.minimum, "maximum": axis.maximum} for axis in graph.axes}
