@@ -474,6 +474,9 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield keras.KerasTensor, "__jax_array__", _hidden(keras.KerasTensor.__jax_array__)
     # NumPy numbers on the left of an operator leave it to the `KerasTensor`.
     yield keras.KerasTensor, "__array_ufunc__", None
+    for name in (*_OPERATORS, "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__"):
+        if name != "__getitem__":
+            yield keras.KerasTensor, name, _plain_number(getattr(keras.KerasTensor, name))
     yield keras.layers.Layer, "add_loss", _not_traced(keras.layers.Layer.add_loss)
     yield KerasVariable, "assign", _forbidden(KerasVariable.assign, _tracer, "writes to a variable")
     yield KerasVariable, "__init__", _forbidden(KerasVariable.__init__, _any_tracer, "creates a variable")
@@ -590,6 +593,17 @@ def _symbolic_is_a_tensor(original):
         return keras.ops.convert_to_tensor(x, *args, **kwargs) if symbolic else original(x, *args, **kwargs)
 
     return convert_to_tensor
+
+
+def _plain_number(original):
+    """A tensor's operators take a NumPy `float64`, which is a `float`, for a plain number on every backend."""
+
+    @functools.wraps(original)
+    def operator(self, other):
+        plain = _any_tracer() is not None and isinstance(other, float)
+        return original(self, float(other) if plain else other)
+
+    return operator
 
 
 def _not_traced(original):

@@ -200,6 +200,7 @@ def test_numpy_numbers_may_stand_left_and_losses_are_left_out():
     layer = Scaled()
     layer.built = True
     assert [node.kind_name for node in traced(layer).nodes] == ["Multiply", "Multiply", "Add"]
+    assert traced(layer).outputs[0].dtype == "float32"
     assert "__array_ufunc__" not in vars(keras.KerasTensor) and not layer.losses
 
 
