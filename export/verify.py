@@ -77,10 +77,6 @@ def verify_onnx(
     """
     check_padded_rows(padded_rows)
     check_tolerance(tolerance)
-    if not callable(model):
-        raise ValueError(f"`model` must be a Keras model, or a function of the same inputs. Received: model={model!r}")
-    if getattr(model, "built", True) is False:
-        raise ValueError(f"`model` has no weights yet, as it is not built. Received: model={model!r}")
     path = pathlib.Path(path)
     if json_path is not None and not pathlib.Path(json_path).absolute().parent.is_dir():
         raise ValueError(f"`json_path` must be in a directory that exists. Received: json_path={str(json_path)!r}")
@@ -121,6 +117,10 @@ def check_tolerance(tolerance: tuple[float, float]) -> None:
 
 def verify_graph(model, path, check, samples=None):
     """Compares a single graph with the callable it was exported from, into `check.report`."""
+    if not callable(model):
+        raise ValueError(f"`model` must be a Keras model, or a function of the same inputs. Received: model={model!r}")
+    if getattr(model, "built", True) is False:
+        raise ValueError(f"`model` has no weights yet, as it is not built. Received: model={model!r}")
     session = check.session(path)
     names = [output.name for output in session.get_outputs()]
     specs, axes, fixed = interface(session)

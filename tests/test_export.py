@@ -30,6 +30,7 @@ from keras_transformer.layers import (
     MultiHeadSelfAttention,
     SinusoidalPositionalEncoding,
     TokenEmbedding,
+    TransformerDecoder,
     TransformerEncoder,
 )
 from keras_transformer.models import Transformer
@@ -106,6 +107,30 @@ def test_the_exported_encoder_equals_keras_at_any_shape(tmp_path, shape):
     (actual,) = run(tmp_path / "m.onnx", {"token_ids": ids})
     # float32 sums in another order, through two blocks.
     np.testing.assert_allclose(actual, numpy(model(ids)), atol=2e-5)
+
+
+def test_decoders_equal_keras_at_any_shape(tmp_path):
+    """Case C23, for a decoder alone, and for encoder and decoder with lengths of their own."""
+    source, target = (keras.Input((None,), dtype="int32", name=name) for name in ("source", "target"))
+    arguments = {"num_layers": 1, "num_heads": 3, "d_ff": 20, "dropout": 0.1}
+
+    def embedded(ids):
+        return SinusoidalPositionalEncoding()(TokenEmbedding(31, 12)(ids))
+
+    alone = randomise(keras.Model([target], layers.Dense(5)(TransformerDecoder(**arguments)(embedded(target)))))
+    memory = TransformerEncoder(**arguments)(embedded(source))
+    both = randomise(keras.Model([source, target], TransformerDecoder(**arguments)(embedded(target), memory=memory)))
+    rng = np.random.default_rng(2)
+    for number, (model, names) in enumerate([(alone, ["target"]), (both, ["source", "target"])]):
+        export(model, tmp_path / f"{number}.onnx", verify=False)
+        inputs = onnx.load(tmp_path / f"{number}.onnx").graph.input
+        axes = [[dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in inputs]
+        assert all(all(names) for names in axes) and len({names[1] for names in axes}) == len(axes)
+        for batch, source_length, target_length in [(1, 1, 1), (2, 3, 3), (2, 7, 5), (5, 4, 9), (3, 17, 33)]:
+            lengths = {"source": source_length, "target": target_length}
+            ids = {name: rng.integers(1, 31, (batch, lengths[name])).astype("int32") for name in names}
+            (actual,) = run(tmp_path / f"{number}.onnx", ids)
+            np.testing.assert_allclose(actual, numpy(model(list(ids.values()))), atol=2e-5)
 
 
 @pytest.mark.parametrize("optimised", [True, False])
@@ -368,6 +393,9 @@ def test_a_transformer_becomes_an_encoder_and_a_cached_decoder(tmp_path):
     assert (count["Attention"], count["LayerNormalization"]) == (4, 6)
     assert not {"Einsum", "Where", "Softmax"} & set(count)
     names = axis_names(tmp_path / "out" / "decoder.onnx")
+    metadata = {entry.key: entry.value for entry in onnx.load(tmp_path / "out" / "decoder.onnx").metadata_props}
+    special = json.loads(metadata["keras_transformer.config"])
+    assert [special[name] for name in ("pad_id", "start_id", "end_id", "max_length")] == [0, 1, 2, 24]
     assert names["input_ids"] == ["batch", "length"]
     assert names["attention_mask"] == ["batch", "length + past_length"]
     assert names["past_key_values.1.value"] == ["batch", 3, "past_length", 4]

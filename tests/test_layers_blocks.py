@@ -107,6 +107,22 @@ class TestParameters:
         model = keras.Model([x, memory], TransformerDecoderBlock(2, 32)(x, memory=encoded))
         assert model.count_params() == 2224 + 3344
 
+    def test_counts_and_order_last(self, tmp_path):
+        """In the summary, after `fit`, and after reloading."""
+        x = keras.Input((None, 16))
+        model = keras.Model(x, TransformerEncoderBlock(2, 32)(x))
+        paths = [weight.path for weight in model.weights]
+        lines = []
+        model.summary(print_fn=lines.append)
+        assert "2,224" in "".join(map(str, lines))
+        model.compile("sgd", "mse")
+        data = RNG.normal(size=(2, 3, 16)).astype("float32")
+        model.fit(data, data, verbose=0)
+        model.save(tmp_path / "model.keras")
+        for one in (model, keras.saving.load_model(tmp_path / "model.keras")):
+            assert one.count_params() == 2224
+            assert [weight.path for weight in one.weights] == paths
+
     def test_the_defaults_are_the_base_model(self):
         encoder, decoder = TransformerEncoder(), TransformerDecoder()
         for stack in (encoder, decoder):

@@ -243,6 +243,21 @@ def test_wrong_arguments(good, tmp_path):
     assert verify_onnx(model, tmp_path / "bare.onnx", samples=arrays, verbose=False).passed
 
 
+def test_arguments_of_another_kind(good, tmp_path):
+    _, model, path, _ = good
+    for tolerance in (1e-5, None, ("a", "b"), (float("nan"), 0)):
+        with pytest.raises(ValueError, match="`tolerance` must be"):
+            verify_onnx(model, path, tolerance=tolerance)
+    with pytest.raises(ValueError, match="model=None"):
+        verify_onnx(None, path)
+    with pytest.raises(ValueError, match="not built"):
+        verify_onnx(keras.layers.Dense(2), path)
+    with pytest.raises(ValueError, match="`json_path`"):
+        verify_onnx(model, path, json_path=tmp_path / "missing" / "report.json")
+    with pytest.raises(ValueError, match="must map the input names.*'more'"):
+        verify_onnx(model, path, samples=lambda sizes: {"more": 1, **dict.fromkeys(INPUTS, 1)})
+
+
 def test_lengths():
     assert verify.lengths() == [1, 7, 12, 24, 160]
     assert verify.lengths(1, 4096) == [1, 7, 12, 24, 4096]
