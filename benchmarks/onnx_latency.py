@@ -2,8 +2,9 @@
 
     KERAS_BACKEND=tensorflow python benchmarks/onnx_latency.py [--layers 4] [--width 512] [--rounds 15]
 
-Needs the extras tensorflow, onnx and tf2onnx. Both graphs run in ONNX Runtime on the CPU, one after the other in each round, so that only their ratio counts. The
-model is made of Keras' own layers with a causal mask and ReLU: an exact GELU does not survive Keras' export.
+Needs the extras tensorflow, onnx and tf2onnx. Both graphs run in ONNX Runtime on the CPU, one after the other in each
+round, so that only their ratio counts. The model is made of Keras' own layers with a causal mask and ReLU: an exact
+GELU does not survive Keras' export.
 """
 
 from __future__ import annotations
