@@ -23,11 +23,11 @@ from keras_transformer.export.generalise import generalise, trace_sizes
 from keras_transformer.export.ir import Graph, Value, Weight
 from keras_transformer.export.lowering import find_rule, lower
 from keras_transformer.export.report import Report
+from keras_transformer.export.runtime import FORMAT, FORMAT_VERSION, file_sha256
 from keras_transformer.export.signature import call_by_name, free_axes, model_inputs
 from keras_transformer.export.trace import InputSpec, record
 from keras_transformer.export.verify import check_padded_rows, check_tolerance, verify_onnx
 
-FORMAT, FORMAT_VERSION = "keras_transformer", 1
 # A protobuf holds at most 2 GB: beyond, the weights go to a file beside the graph.
 _EXTERNAL_DATA_FROM = 1_800_000_000
 _OPSETS = (23,)
@@ -305,7 +305,7 @@ def _rows(node) -> Any:
 
 
 def _write_config(folder: pathlib.Path, config: dict[str, Any], weights: dict[str, Weight]) -> None:
-    files = {file.name: {"sha256": _sha256(file), "size": file.stat().st_size} for file in sorted(folder.iterdir())}
+    files = {file.name: {"sha256": file_sha256(file), "size": file.stat().st_size} for file in sorted(folder.iterdir())}
     config = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -315,11 +315,6 @@ def _write_config(folder: pathlib.Path, config: dict[str, Any], weights: dict[st
         "weights_sha256": weights_hash(list(weights.values())),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _sha256(file: pathlib.Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 # Arguments: refused before any work.

@@ -298,7 +298,7 @@ class _Generaliser:
                     "Compute it with keras.ops (`ops.arange`, comparisons), so that the graph can."
                 )
             value = self._slice_of_longest(array, items, changing[0], dims, where)
-        if array.shape == tuple(dims) or value.shape == tuple(dims):
+        if value.shape == tuple(dims):
             return value
         return self._insert(EXPAND, {"shape": tuple(dims)}, (value,), tuple(dims), items[0].dtype)
 

@@ -18,7 +18,8 @@ from keras_transformer.export.errors import NotAnExportError
 from keras_transformer.generation.rules import Rules, generated_length
 from keras_transformer.generation.stream import collect_tokens, stream_tokens
 
-FORMAT_VERSION = 1
+# What `config.json` says of itself: the exporter writes it, this file reads it.
+FORMAT, FORMAT_VERSION = "keras_transformer", 1
 
 
 class OnnxTransformer:
@@ -209,7 +210,7 @@ def read_config(directory: str | os.PathLike) -> dict:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise NotAnExportError(f"{path} is damaged: {error}") from error
-    if not isinstance(config, dict) or config.get("format") != "keras_transformer":
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise NotAnExportError(f"{directory} is not an exported model: its config.json is of another kind.")
     if config.get("format_version") != FORMAT_VERSION:
         raise NotAnExportError(
@@ -265,9 +266,14 @@ def _check_file(path, expected):
         raise NotAnExportError(
             f"{path} is damaged: it has {path.stat().st_size} bytes, {expected['size']} were written."
         )
+    if file_sha256(path) != expected["sha256"]:
+        raise NotAnExportError(f"{path} is damaged: its contents are not those that were written.")
+
+
+def file_sha256(path: pathlib.Path) -> str:
+    """SHA-256 of a file's contents, in hexadecimal."""
     with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-            raise NotAnExportError(f"{path} is damaged: its contents are not those that were written.")
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def default_options(threads: int | None = None):
