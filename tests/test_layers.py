@@ -53,7 +53,7 @@ CASES = {
     "cross-attention, weights": (layers.CrossAttention, ATTENTION, WITH_MEMORY, {"return_weights": True}),
     "feed-forward": (
         layers.FeedForward,
-        {"d_ff": 11, "activation": "gelu", "dropout": 0.2, "kernel_initializer": "he_normal"},
+        {"d_ff": 11, "activation": "gelu", "kernel_initializer": "he_normal"},
         X,
         {},
     ),
@@ -175,9 +175,11 @@ def test_compiled_training_has_the_same_losses():
     assert losses[0][0] != losses[0][1]
 
 
-@pytest.mark.parametrize("cls", [layers.MultiHeadSelfAttention, layers.FeedForward])
-def test_dropout_is_live_in_training_only(cls):
-    layer = cls(3, dropout=0.5)
+@pytest.mark.parametrize(
+    "cls, sizes", [(layers.MultiHeadSelfAttention, (3,)), (layers.TransformerEncoderBlock, (3, 5))]
+)
+def test_dropout_is_live_in_training_only(cls, sizes):
+    layer = cls(*sizes, dropout=0.5)
     inference = [numpy(layer(X["x"], training=False)) for _ in range(2)]
     training = [numpy(layer(X["x"], training=True)) for _ in range(2)]
     np.testing.assert_array_equal(*inference)

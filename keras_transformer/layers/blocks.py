@@ -87,7 +87,6 @@ class _Block(Configured):
         return FeedForward(
             self.d_ff,
             activation=self.activation,
-            dropout=self.dropout,
             kernel_initializer=fresh(self.kernel_initializer),
             dtype=self.dtype_policy,
             name="feed_forward",
@@ -111,7 +110,7 @@ class TransformerEncoderBlock(_Block):
         num_heads: number of attention heads.
         d_ff: inner width of the feed-forward network.
         head_dim: width of one head; the input's width / `num_heads` if None.
-        dropout: rate of the dropout of attention weights, inner feed-forward activations and sub-layer outputs.
+        dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
         activation: activation of the feed-forward network.
         norm_first: normalise what enters a sub-layer (pre-norm) instead of the sum after it (post-norm, the paper).
         layer_norm_epsilon: added to the variance in layer norms.
@@ -181,7 +180,7 @@ class TransformerEncoderBlock(_Block):
             )
 
         def feed_forward(x):
-            return (self.feed_forward(x, training=training),)
+            return (self.feed_forward(x),)
 
         x, rest = self._residual(x, attend, self.self_attention_norm, self.self_attention_dropout, training)
         x, _ = self._residual(x, feed_forward, self.feed_forward_norm, self.feed_forward_dropout, training)
@@ -216,7 +215,7 @@ class TransformerDecoderBlock(_Block):
         num_heads: number of attention heads.
         d_ff: inner width of the feed-forward network.
         head_dim: width of one head; the input's width / `num_heads` if None.
-        dropout: rate of the dropout of attention weights, inner feed-forward activations and sub-layer outputs.
+        dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
         activation: activation of the feed-forward network.
         norm_first: normalise what enters a sub-layer (pre-norm) instead of the sum after it (post-norm, the paper).
         layer_norm_epsilon: added to the variance in layer norms.
@@ -302,9 +301,10 @@ class TransformerDecoderBlock(_Block):
             (self-attention's, cross-attention's) in a block with a memory, and by the new cache if `cache` is given.
 
         Raises:
-            ValueError: if a memory is given to a block built without, or missing in one built with.
+            ValueError: if a memory or its mask is given to a block built without, or a memory is missing in one built
+                with.
         """
-        self._check_memory(memory, memory_cache)
+        self._check_memory(memory, memory_cache, memory_padding_mask)
         implicit = (mask, x_mask) if cache is None else ()
         padding_mask = padding_mask_of(padding_mask, *implicit)
         memory_padding_mask = padding_mask_of(memory_padding_mask, memory_mask, name="memory_padding_mask")
@@ -335,7 +335,7 @@ class TransformerDecoderBlock(_Block):
             )
 
         def feed_forward(x):
-            return (self.feed_forward(x, training=training),)
+            return (self.feed_forward(x),)
 
         x, rest = self._residual(x, attend, self.self_attention_norm, self.self_attention_dropout, training)
         weights = rest[0] if return_weights else None
@@ -369,7 +369,7 @@ class TransformerDecoderBlock(_Block):
         x_mask=None,
         memory_mask=None,
     ):
-        self._check_memory(memory, memory_cache)
+        self._check_memory(memory, memory_cache, memory_padding_mask)
         output = keras.KerasTensor(x.shape, self.compute_dtype)
         self.self_attention.compute_output_spec(x, padding_mask, attention_mask, cache, start)
         if self.cross_attention is not None:
@@ -389,13 +389,14 @@ class TransformerDecoderBlock(_Block):
             return weights
         return weights, spec((memory if memory_cache is None else memory_cache[0]).shape[1])
 
-    def _check_memory(self, memory, memory_cache):
+    def _check_memory(self, memory, memory_cache, memory_padding_mask=None):
         if self.cross_attention is not None:
             one_of_memory_and("memory_cache", memory, memory_cache)
-        elif memory is not None or memory_cache is not None:
+        elif any(given is not None for given in (memory, memory_cache, memory_padding_mask)):
+            received = "a mask of a memory" if memory is None and memory_cache is None else "a memory"
             raise ValueError(
                 f"{self.name} was built without a memory and has no cross-attention: call it with `memory` the first "
-                "time, or call `build(x_shape, memory_shape)`. Received: a memory"
+                f"time, or call `build(x_shape, memory_shape)`. Received: {received}"
             )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_transformer._validation import positive_integers, rates
+from keras_transformer._validation import positive_integers
 from keras_transformer.layers.attention import fresh
 
 
@@ -19,7 +19,6 @@ class FeedForward(keras.layers.Layer):
     Args:
         d_ff: width of the inner layer.
         activation: activation of the inner layer.
-        dropout: rate at which inner activations are dropped in training.
         kernel_initializer: initializer of both kernels.
         **kwargs: `name`, `dtype`, `trainable`.
     """
@@ -28,19 +27,15 @@ class FeedForward(keras.layers.Layer):
         self,
         d_ff: int,
         activation: Any = "relu",
-        dropout: float = 0.0,
         kernel_initializer: Any = "glorot_uniform",
         **kwargs,
     ):
         super().__init__(**kwargs)
         positive_integers(d_ff=d_ff)
-        rates(dropout=dropout)
         self.supports_masking = True
         self.d_ff = d_ff
         self.activation = keras.activations.get(activation)
-        self.dropout = dropout
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.dropout_layer = keras.layers.Dropout(dropout, dtype=self.dtype_policy, name="dropout")
 
     def build(self, input_shape):
         self.inner_dense = self._dense("inner", self.d_ff, self.activation, input_shape)
@@ -58,11 +53,11 @@ class FeedForward(keras.layers.Layer):
         dense.build(input_shape)
         return dense
 
-    def call(self, x: Any, training: bool | None = None) -> Any:
+    def call(self, x: Any) -> Any:
         """Maps (…, D) to (…, D)."""
-        return self.output_dense(self.dropout_layer(self.inner_dense(x), training=training))
+        return self.output_dense(self.inner_dense(x))
 
-    def compute_output_spec(self, x, training=None):
+    def compute_output_spec(self, x):
         return keras.KerasTensor(x.shape, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):
@@ -73,6 +68,5 @@ class FeedForward(keras.layers.Layer):
             **super().get_config(),
             "d_ff": self.d_ff,
             "activation": keras.activations.serialize(self.activation),
-            "dropout": self.dropout,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
         }

@@ -62,7 +62,7 @@ class TransformerEncoder(_Stack):
         num_layers: number of blocks.
         num_heads: number of attention heads.
         d_ff: inner width of the feed-forward networks.
-        dropout: rate of the dropout of attention weights, inner feed-forward activations and sub-layer outputs.
+        dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
         norm_first: pre-norm, with a last layer norm after the stack, instead of the paper's post-norm.
         activation: activation of the feed-forward networks.
         head_dim: width of one head; the input's width / `num_heads` if None.
@@ -156,7 +156,7 @@ class TransformerDecoder(_Stack):
         num_layers: number of blocks.
         num_heads: number of attention heads.
         d_ff: inner width of the feed-forward networks.
-        dropout: rate of the dropout of attention weights, inner feed-forward activations and sub-layer outputs.
+        dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
         norm_first: pre-norm, with a last layer norm after the stack, instead of the paper's post-norm.
         activation: activation of the feed-forward networks.
         head_dim: width of one head; the input's width / `num_heads` if None.
@@ -233,8 +233,8 @@ class TransformerDecoder(_Stack):
             `TransformerDecoderBlock`) and, if `cache` is given, by the new cache.
 
         Raises:
-            ValueError: if a memory is given to a stack built without, or missing in one built with; on caches that are
-                not one for each block; and as `MultiHeadSelfAttention` does.
+            ValueError: if a memory or its mask is given to a stack built without, or a memory is missing in one built
+                with; on caches that are not one for each block; and as `MultiHeadSelfAttention` does.
         """
         self._check_caches(cache, memory_cache)
         implicit = (mask, x_mask) if cache is None else ()

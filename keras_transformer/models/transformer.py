@@ -54,7 +54,7 @@ class Transformer(keras.Model):
         d_model: width.
         num_heads: attention heads; must divide `d_model`.
         d_ff: inner width of the feed-forward layers.
-        dropout: rate, for every sub-layer's output and the sums of embeddings and positions (section 5.4).
+        dropout: rate, for attention weights, every sub-layer's output and the sums of embeddings and positions.
         activation: of the feed-forward layers; a name or a serializable function.
         norm_first: normalise each sub-layer's input (and the stacks' outputs) in place of its output.
         share_embeddings: one table for source and target, which must then have equal vocabulary sizes.
