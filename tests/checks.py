@@ -32,13 +32,13 @@ def randomize(layer, seed=0, scale=0.3):
     return layer
 
 
-def weights_of(layer):
-    """The layer's weights in float64 by their names within it, such as "self_attention/query/kernel"."""
+def named_weights(layer):
+    """The layer's trainable weights by their names within it, such as "self_attention/query/kernel"."""
     names = {}
 
     def collect(owner, prefix):
         for variable in owner._trainable_variables:
-            names[prefix + variable.name] = numpy(variable.value).astype("float64")
+            names[prefix + variable.name] = variable
         for child in owner._layers:
             collect(child, f"{prefix}{child.name}/")
 
@@ -46,22 +46,44 @@ def weights_of(layer):
     return names
 
 
+def weights_of(layer):
+    """The values of `named_weights` in float64."""
+    return {name: numpy(variable.value).astype("float64") for name, variable in named_weights(layer).items()}
+
+
+def named_gradients(layer, loss, *args, **kwargs):
+    """The layer's outputs, as tensors, and the gradients, as arrays by the names of `named_weights`."""
+    outputs, found = outputs_and_gradients(layer, loss, *args, **kwargs)
+    by_variable = {id(v): g for v, g in zip(layer.trainable_variables, found, strict=True)}
+    return outputs, {name: by_variable[id(variable)] for name, variable in named_weights(layer).items()}
+
+
 def gradients(layer, loss, *args, **kwargs):
     """The gradients of `loss(layer(*args, **kwargs))` with respect to the layer's trainable weights, as arrays."""
     return outputs_and_gradients(layer, loss, *args, **kwargs)[1]
 
 
-def outputs_and_gradients(layer, loss, *args, **kwargs):
-    """The layer's outputs, as tensors, and the gradients, as arrays."""
+def outputs_and_gradients(layer, loss, *args, jit=None, **kwargs):
+    """The layer's outputs, as tensors, and the gradients, as arrays.
+
+    Args:
+        layer: the layer; `args` and `kwargs` are what it is called with.
+        loss: a function of its outputs.
+        jit: compiled by XLA or operation by operation; on torch always the latter. None: as is quickest for one call,
+            since JAX compiles each operation for each shape when run eagerly.
+    """
     backend = keras.config.backend()
     args, kwargs = keras.tree.map_structure(_tensor, (args, kwargs))
     if backend == "tensorflow":
         import tensorflow as tf
 
-        with tf.GradientTape() as tape:
-            outputs = layer(*args, **kwargs)
-            value = loss(outputs)
-        result = tape.gradient(value, [v.value for v in layer.trainable_variables])
+        def function():
+            with tf.GradientTape() as tape:
+                outputs = layer(*args, **kwargs)
+                value = loss(outputs)
+            return outputs, tape.gradient(value, [v.value for v in layer.trainable_variables])
+
+        outputs, result = tf.function(function, jit_compile=True)() if jit else function()
     elif backend == "jax":
         import jax
 
@@ -72,13 +94,16 @@ def outputs_and_gradients(layer, loss, *args, **kwargs):
                 return loss(outputs), outputs
 
         trainable = [v.value for v in layer.trainable_variables]
-        result, outputs = jax.jit(jax.grad(function, has_aux=True))(trainable)
+        function = jax.grad(function, has_aux=True)
+        result, outputs = (function if jit is False else jax.jit(function))(trainable)
     else:
         for variable in layer.trainable_variables:
             variable.value.grad = None
         outputs = layer(*args, **kwargs)
         loss(outputs).backward()
         result = [v.value.grad for v in layer.trainable_variables]
+    for variable, gradient in zip(layer.trainable_variables, result, strict=True):
+        assert keras.backend.standardize_dtype(gradient.dtype) == variable.dtype, variable.path
     return outputs, [numpy(ops.convert_to_tensor(gradient)) for gradient in result]
 
 
