@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 from keras import ops
+from keras.src.backend.common import global_state
 
 from keras_transformer._validation import positive_numbers
 from keras_transformer.layers.attention import (
@@ -95,10 +96,10 @@ class _Block(Configured):
     def _dropout(self, name):
         return keras.layers.Dropout(self.dropout, dtype=self.dtype_policy, name=name)
 
-    def _residual(self, x, sublayer, norm, dropout, training):
-        """`x` with a sub-layer applied; `sublayer` gives its output and whatever else it returns."""
-        output, *rest = sublayer(norm(x) if self.norm_first else x)
-        x = ops.add(x, dropout(output, training=training))
+    def _residual(self, x, sublayer, norm, dropout, training, **options):
+        """`x` with a sub-layer applied, and whatever else than its output the sub-layer gives."""
+        output, *rest = call_layer(sublayer, norm(x) if self.norm_first else x, training, **options)
+        x = ops.add(x, *call_layer(dropout, output, training))
         return x if self.norm_first else norm(x), rest
 
 
@@ -168,22 +169,17 @@ class TransformerEncoderBlock(_Block):
         """
         padding_mask = padding_mask_of(padding_mask, mask, x_mask)
 
-        def attend(x):
-            return as_tuple(
-                self.self_attention(
-                    x,
-                    padding_mask=padding_mask,
-                    attention_mask=attention_mask,
-                    return_weights=return_weights,
-                    training=training,
-                )
-            )
-
-        def feed_forward(x):
-            return (self.feed_forward(x),)
-
-        x, rest = self._residual(x, attend, self.self_attention_norm, self.self_attention_dropout, training)
-        x, _ = self._residual(x, feed_forward, self.feed_forward_norm, self.feed_forward_dropout, training)
+        x, rest = self._residual(
+            x,
+            self.self_attention,
+            self.self_attention_norm,
+            self.self_attention_dropout,
+            training,
+            padding_mask=padding_mask,
+            attention_mask=attention_mask,
+            return_weights=return_weights,
+        )
+        x, _ = self._residual(x, self.feed_forward, self.feed_forward_norm, self.feed_forward_dropout, training)
         return results(x, rest[0] if return_weights else None, None)
 
     def compute_output_spec(
@@ -309,43 +305,34 @@ class TransformerDecoderBlock(_Block):
         padding_mask = padding_mask_of(padding_mask, *implicit)
         memory_padding_mask = padding_mask_of(memory_padding_mask, memory_mask, name="memory_padding_mask")
 
-        def attend(x):
-            return as_tuple(
-                self.self_attention(
-                    x,
-                    padding_mask=padding_mask,
-                    attention_mask=attention_mask,
-                    cache=cache,
-                    start=start,
-                    return_weights=return_weights,
-                    training=training,
-                )
-            )
-
-        def attend_to_memory(x):
-            return as_tuple(
-                self.cross_attention(
-                    x,
-                    memory=memory,
-                    padding_mask=memory_padding_mask,
-                    cache=memory_cache,
-                    return_weights=return_weights,
-                    training=training,
-                )
-            )
-
-        def feed_forward(x):
-            return (self.feed_forward(x),)
-
-        x, rest = self._residual(x, attend, self.self_attention_norm, self.self_attention_dropout, training)
+        x, rest = self._residual(
+            x,
+            self.self_attention,
+            self.self_attention_norm,
+            self.self_attention_dropout,
+            training,
+            padding_mask=padding_mask,
+            attention_mask=attention_mask,
+            cache=cache,
+            start=start,
+            return_weights=return_weights,
+        )
         weights = rest[0] if return_weights else None
         cache = None if cache is None else rest[-1]
         if self.cross_attention is not None:
             x, rest = self._residual(
-                x, attend_to_memory, self.cross_attention_norm, self.cross_attention_dropout, training
+                x,
+                self.cross_attention,
+                self.cross_attention_norm,
+                self.cross_attention_dropout,
+                training,
+                memory=memory,
+                padding_mask=memory_padding_mask,
+                cache=memory_cache,
+                return_weights=return_weights,
             )
             weights = (weights, *rest) if return_weights else None
-        x, _ = self._residual(x, feed_forward, self.feed_forward_norm, self.feed_forward_dropout, training)
+        x, _ = self._residual(x, self.feed_forward, self.feed_forward_norm, self.feed_forward_dropout, training)
         return results(x, weights, cache)
 
     def project_memory(self, memory: Any) -> tuple[Any, Any]:
@@ -400,6 +387,15 @@ class TransformerDecoderBlock(_Block):
             )
 
 
-def as_tuple(result: Any) -> tuple[Any, ...]:
-    """What a layer returned, as a tuple also where it is the output alone."""
+def call_layer(layer: Any, x: Any, training: bool | None, **options: Any) -> tuple[Any, ...]:
+    """What `layer` gives for `x`, as a tuple. Options that are None or False are not handed on.
+
+    Nor is `training`, where the layer has it from Keras' call context. (`stateless_call` has no context.) A layer that
+    is called with one tensor alone takes Keras' short way, and `torch.compile` follows it without breaking its graph.
+    """
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
+    context = global_state.get_global_attribute("current_call_ctx")
+    if training is not None and (context is None or context.get_value("training") != training):
+        options["training"] = training
+    result = layer(x, **options)
     return result if isinstance(result, tuple) else (result,)

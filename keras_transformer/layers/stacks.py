@@ -13,7 +13,7 @@ from keras_transformer.layers.attention import (
     fresh,
     results,
 )
-from keras_transformer.layers.blocks import Configured, TransformerDecoderBlock, TransformerEncoderBlock, as_tuple
+from keras_transformer.layers.blocks import Configured, TransformerDecoderBlock, TransformerEncoderBlock, call_layer
 from keras_transformer.layers.masks import padding_mask_of
 
 
@@ -118,14 +118,13 @@ class TransformerEncoder(_Stack):
         padding_mask = padding_mask_of(padding_mask, mask, x_mask)
         weights = []
         for block in self.blocks:
-            x, *rest = as_tuple(
-                block(
-                    x,
-                    padding_mask=padding_mask,
-                    attention_mask=attention_mask,
-                    return_weights=return_weights,
-                    training=training,
-                )
+            x, *rest = call_layer(
+                block,
+                x,
+                training,
+                padding_mask=padding_mask,
+                attention_mask=attention_mask,
+                return_weights=return_weights,
             )
             weights += rest
         return results(self._finish(x), tuple(weights) if return_weights else None, None)
@@ -245,19 +244,18 @@ class TransformerDecoder(_Stack):
             attention_mask = cached_causal_mask(length, slots + length if start is None else slots, start)
         weights, caches = [], []
         for i, block in enumerate(self.blocks):
-            x, *rest = as_tuple(
-                block(
-                    x,
-                    memory=memory,
-                    padding_mask=padding_mask,
-                    memory_padding_mask=memory_padding_mask,
-                    attention_mask=attention_mask,
-                    cache=None if cache is None else cache[i],
-                    memory_cache=None if memory_cache is None else memory_cache[i],
-                    start=start,
-                    return_weights=return_weights,
-                    training=training,
-                )
+            x, *rest = call_layer(
+                block,
+                x,
+                training,
+                memory=memory,
+                padding_mask=padding_mask,
+                memory_padding_mask=memory_padding_mask,
+                attention_mask=attention_mask,
+                cache=None if cache is None else cache[i],
+                memory_cache=None if memory_cache is None else memory_cache[i],
+                start=start,
+                return_weights=return_weights,
             )
             if return_weights:
                 weights.append(rest[0])

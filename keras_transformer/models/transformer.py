@@ -26,6 +26,7 @@ from keras_transformer.layers import (
     TransformerDecoder,
     TransformerEncoder,
 )
+from keras_transformer.layers.blocks import call_layer
 from keras_transformer.ops import causal_mask
 from keras_transformer.ops import positions as token_positions
 from keras_transformer.ops.attention import agree
@@ -204,8 +205,9 @@ class Transformer(keras.Model):
         """
         source_mask = ops.not_equal(source_ids, self.pad_id)
         x = self.position_encoding(self.source_embedding(source_ids))
-        x = self.source_dropout(x, training=training)
-        return self.encoder(x, padding_mask=source_mask, training=training), source_mask
+        (x,) = call_layer(self.source_dropout, x, training)
+        (x,) = call_layer(self.encoder, x, training, padding_mask=source_mask)
+        return x, source_mask
 
     def project_memory(self, memory: Any) -> tuple[tuple[Any, Any], ...]:
         """For each layer the cross-attention's (key, value) of `memory` (B, S, d_model), each (B, S, N, H)."""
@@ -260,18 +262,20 @@ class Transformer(keras.Model):
                     "A growing `cache` (no `start`) needs `attention_mask` and `positions`. Received: "
                     f"attention_mask={attention_mask}, positions={positions}"
                 )
-        x = self.position_encoding(self.target_embedding(target_ids), positions=positions)
-        x = self.target_dropout(x, training=training)
-        x = self.decoder(
+        x = self.target_embedding(target_ids)
+        (x,) = call_layer(self.position_encoding, x, training, positions=positions)
+        (x,) = call_layer(self.target_dropout, x, training)
+        x, *rest = call_layer(
+            self.decoder,
             x,
+            training,
             memory_cache=memory_cache,
             memory_padding_mask=source_mask,
             attention_mask=attention_mask,
             cache=cache,
             start=start,
-            training=training,
         )
-        x, cache = (x, None) if cache is None else x
+        cache = rest[0] if rest else None
         if last_only:
             x = x[:, -1:]
         if self.tie_output:
