@@ -1,17 +1,25 @@
-"""What every layer must pass, and the little that depends on the backend: gradients and compilation."""
+"""What every layer and model must pass, and the little that depends on the backend: gradients and compilation."""
 
+import dataclasses
 import inspect
 import os
-import tempfile
+import pathlib
+import subprocess
+import sys
 
 import keras
 import numpy as np
+import onnxruntime
 from keras import ops
+from keras.src.backend import get_keras_mask
+
+from keras_transformer.export import export_onnx
 
 # float32 sums of a few dozen terms of size 1 against float64: a few units in the last place of the largest one.
 TOLERANCE = 2e-5
-# One pure and one mixed policy, one of each half precision: the four combinations differ in nothing else.
-POLICIES = ("float16", "mixed_bfloat16")
+# Half precision has 8 or 11 bits, and the largest values here are near 4; errors add up over two blocks.
+HALF_TOLERANCES = {"bfloat16": 0.1, "float16": 0.01}
+POLICIES = ("float16", "bfloat16", "mixed_float16", "mixed_bfloat16")
 
 
 def numpy(x):
@@ -125,58 +133,139 @@ def quick(function):
     return compiled(function) if keras.config.backend() == "jax" else function
 
 
-def check_layer(cls, config, inputs, *, call=None, trainable=True):
-    """Runs the shared checks.
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer, and what it is called with in the shared checks.
 
-    Args:
+    Attributes:
         cls: the layer's class.
         config: constructor arguments: every one, each with a value that is not its default, but for dropout.
-        inputs: the arrays that it is called with, by argument name.
+        inputs: the arrays that it is called with, by argument name; the first axis is the batch, the second a length.
         call: other arguments of the call.
-        trainable: whether the layer has weights and gradients.
+        masks: for each input that may carry an implicit mask, the argument that takes it explicitly, None if none does.
+        carries: the input whose mask the first output carries; None if it carries none. Ids mean the mask `ids != 0`.
     """
-    call = call or {}
-    _check_config(cls, config)
-    layer = _check_build(cls, config, inputs, call)
-    expected = numpy(layer(**inputs, **call))
-    _check_symbolic(layer, inputs, call, expected)
-    _check_compiled(layer, inputs, call, expected)
-    _check_saved(layer, inputs, call, expected)
+
+    cls: type
+    config: dict
+    inputs: dict
+    call: dict = dataclasses.field(default_factory=dict)
+    masks: dict = dataclasses.field(default_factory=dict)
+    carries: str | None = "x"
+
+    @property
+    def arguments(self):
+        """The inputs and their explicit masks."""
+        return {**self.inputs, **{mask: padding(self.inputs[name]) for name, mask in self.masks.items() if mask}}
+
+    def make(self, seed=0, **kwargs):
+        """A layer that is built and has random weights."""
+        layer = self.cls(**self.config, **kwargs)
+        self.build(layer)
+        return randomize(layer, seed)
+
+    def build(self, layer):
+        """Builds the layer as Keras does at its first call."""
+        shapes = {name: (None, *array.shape[1:]) for name, array in self.inputs.items()}
+        names = [name.removesuffix("_shape") for name in inspect.signature(layer.build).parameters]
+        layer.build(*([shapes[name] for name in names if name in shapes] or [next(iter(shapes.values()))]))
+
+    def run(self, layer, arguments):
+        """What the layer returns for arrays, tensors or specs by argument name."""
+        args, kwargs = self._as_called(arguments)
+        return layer(*args, **kwargs)
+
+    def gradients(self, layer, jit):
+        """The layer's outputs, as tensors, and its gradients, as arrays."""
+
+        def loss(outputs):
+            return ops.mean(ops.square(ops.cast(keras.tree.flatten(outputs)[0], "float32")))
+
+        args, kwargs = self._as_called(self.arguments)
+        return outputs_and_gradients(layer, loss, *args, jit=jit, **kwargs)
+
+    def functional(self, layer):
+        """The functional model that is the layer alone, with batch and lengths free."""
+        symbolic = {
+            name: keras.Input((None, *array.shape[2:]), dtype=str(array.dtype), name=name)
+            for name, array in self.arguments.items()
+        }
+        return keras.Model(symbolic, self.run(layer, symbolic))
+
+    def saved(self, layer):
+        """The model that is saved for the layer."""
+        return self.functional(layer)
+
+    def _as_called(self, arguments):
+        return (), {**arguments, **self.call}
+
+
+class ModelCase(Case):
+    """A model: it takes its inputs in one dict, and knows the shapes of its weights by itself."""
+
+    def build(self, layer):
+        layer.build()
+
+    def saved(self, layer):
+        return layer
+
+    def _as_called(self, arguments):
+        return (arguments,), self.call
+
+
+def check_layer(case, directory):
+    """Runs the shared checks of a layer; `directory` is for files. What is saved is checked by `reload`."""
+    _check_config(case)
+    _check_build(case)
+    layer = case.make()
+    expected = numpy(case.run(layer, case.arguments))
+    _check_symbolic(case, layer, expected)
+    _check_compiled(case, layer, expected)
     for policy in POLICIES:
-        _check_policy(cls, config, policy, inputs, call, trainable)
+        _check_policy(case, policy, expected)
+    _check_masks(case, layer)
+    _check_exported(case, layer, directory, expected)
 
 
-def _check_config(cls, config):
-    parameters = dict(inspect.signature(cls.__init__).parameters)
+# The same of a `ModelCase`.
+check_model = check_layer
+
+
+def _check_config(case):
+    parameters = dict(inspect.signature(case.cls.__init__).parameters)
     for extra in ("self", "kwargs"):
         parameters.pop(extra)
-    assert set(parameters) == set(config), "the test gives every constructor argument"
+    assert set(parameters) == set(case.config), "the test gives every constructor argument"
     for name, parameter in parameters.items():
-        assert config[name] != parameter.default or name == "dropout", f"{name} has its default value"
-    first = cls(**config, name="named", dtype="mixed_bfloat16").get_config()
-    assert set(parameters) | {"name", "dtype", "trainable"} <= set(first)
-    assert cls.from_config(first).get_config() == first
+        assert case.config[name] != parameter.default or name == "dropout", f"{name} has its default value"
+    first = case.cls(**case.config, name="named", dtype="mixed_bfloat16", trainable=False).get_config()
+    for name, value in case.config.items():
+        if name.endswith("initializer"):
+            value = keras.initializers.serialize(keras.initializers.get(value))
+        assert first[name] == value, name
+    second = case.cls.from_config(first)
+    assert second.get_config() == first
+    assert (second.name, second.dtype_policy.name, second.trainable) == ("named", "mixed_bfloat16", False)
 
 
-def _check_build(cls, config, inputs, call):
+def _check_build(case):
     """`build` alone makes every weight that a call makes."""
-    layer, called = cls(**config), cls(**config)
-    _build(layer, inputs)
+    layer, called = case.cls(**case.config), case.cls(**case.config)
+    case.build(layer)
     built = [(w.name, tuple(w.shape)) for w in layer.weights]
-    called(**inputs, **call)
-    assert [(w.name, tuple(w.shape)) for w in called.weights] == built
-    layer(**inputs, **call)
-    assert [(w.name, tuple(w.shape)) for w in layer.weights] == built
-    return randomize(layer)
+    for one in (called, layer):
+        case.run(one, case.arguments)
+        assert [(w.name, tuple(w.shape)) for w in one.weights] == built
 
 
-def _check_symbolic(layer, inputs, call, expected):
+def _check_symbolic(case, layer, expected):
     """The spec of the output equals the output, with known shapes and with free ones."""
     for free in (0, 1, 2):
         specs = {
-            name: keras.KerasTensor((None,) * free + array.shape[free:], array.dtype) for name, array in inputs.items()
+            name: keras.KerasTensor((None,) * free + array.shape[free:], array.dtype)
+            for name, array in case.arguments.items()
         }
-        outputs = layer(**specs, **call)
+        outputs = case.run(layer, specs)
         keras.tree.assert_same_structure(outputs, expected)
         for spec, array in zip(keras.tree.flatten(outputs), keras.tree.flatten(expected), strict=True):
             assert spec.dtype == array.dtype
@@ -185,53 +274,140 @@ def _check_symbolic(layer, inputs, call, expected):
             assert free or spec.shape == array.shape
 
 
-def _check_compiled(layer, inputs, call, expected):
-    tensors = [_tensor(array) for array in inputs.values()]
-    function = compiled(lambda *args: layer(**dict(zip(inputs, args, strict=True)), **call))
-    close(numpy(function(*tensors)), expected)
+def _check_compiled(case, layer, expected):
+    """XLA gives the same outputs and gradients; torch's compiler is no concern of layers."""
+    if not layer.trainable_variables:
+        tensors = [_tensor(array) for array in case.arguments.values()]
+        function = compiled(lambda *args: case.run(layer, dict(zip(case.arguments, args, strict=True))))
+        close(numpy(function(*tensors)), expected)
+    elif keras.config.backend() != "torch":
+        (outputs, one), (_, other) = (case.gradients(layer, jit) for jit in (True, False))
+        close(numpy(outputs), expected)
+        # By the largest of all, since the gradient of the keys' bias is the rounding of what cancels.
+        close(one, other, TOLERANCE * max(np.abs(gradient).max() for gradient in other))
 
 
-def _check_saved(layer, inputs, call, expected):
-    symbolic = {
-        name: keras.Input(array.shape[1:], batch_size=array.shape[0], dtype=str(array.dtype), name=name)
-        for name, array in inputs.items()
-    }
-    model = keras.Model(symbolic, layer(**symbolic, **call))
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "model.keras")
-        model.save(path)
-        loaded = keras.saving.load_model(path)
-    outputs = numpy(loaded({name: _tensor(array) for name, array in inputs.items()}))
-    # Keras turns the tuples of a loaded model's outputs into lists.
-    close(keras.tree.flatten(outputs), keras.tree.flatten(expected), 1e-6)
-    assert [w.path.split("/")[1:] for w in loaded.weights] == [w.path.split("/")[1:] for w in model.weights]
-
-
-def _check_policy(cls, config, policy, inputs, call, trainable):
-    """Outputs have the compute dtype, outputs and gradients are finite, variables have the variable dtype."""
-    layer = cls(**config, dtype=policy)
-    _build(layer, inputs)
-
-    def loss(outputs):
-        first = keras.tree.flatten(outputs)[0]
-        return ops.mean(ops.square(ops.cast(first, "float32")))
-
-    if trainable:
-        assert {keras.backend.standardize_dtype(w.dtype) for w in layer.weights} == {layer.variable_dtype}
-        outputs, found = outputs_and_gradients(layer, loss, **inputs, **call)
+def _check_policy(case, policy, expected):
+    """Outputs have the compute dtype and float32's values, gradients are finite and have the dtype of their weights."""
+    layer = case.make(dtype=policy)
+    assert {w.dtype for w in layer.weights} <= {layer.variable_dtype}
+    if layer.trainable_variables:
+        # Not compiled: the cases have shapes in common, so that JAX compiles few operations.
+        outputs, found = case.gradients(layer, jit=False)
         assert all(np.isfinite(gradient).all() for gradient in found)
     else:
-        outputs = layer(**inputs, **call)
+        outputs = case.run(layer, case.arguments)
     for tensor in keras.tree.flatten(outputs):
         assert keras.backend.standardize_dtype(tensor.dtype) in (layer.compute_dtype, "bool")
-        assert np.isfinite(numpy(tensor)).all()
+    close(numpy(outputs), expected, HALF_TOLERANCES[layer.compute_dtype])
 
 
-def _build(layer, inputs):
-    """Builds the layer as Keras does at its first call."""
-    shapes = {name: (None, *array.shape[1:]) for name, array in inputs.items()}
-    names = [name.removesuffix("_shape") for name in inspect.signature(layer.build).parameters]
-    layer.build(*([shapes[name] for name in names if name in shapes] or [next(iter(shapes.values()))]))
+def _check_masks(case, layer):
+    """Implicit masks do what explicit ones do, to every layer that is fed by a tensor, and go on to what follows."""
+    masks = {name: padding(array) for name, array in case.inputs.items()}
+    inputs = {name: _masked(a, masks[name]) if name in case.masks else _tensor(a) for name, a in case.inputs.items()}
+    plain = {name: _tensor(numpy(tensor)) for name, tensor in inputs.items()}
+    explicit = {argument: masks[name] for name, argument in case.masks.items() if argument}
+    for one in (layer, case.make(seed=1)):
+        outputs = case.run(one, inputs)
+        close(numpy(outputs), numpy(case.run(one, {**plain, **explicit})), 1e-6)
+        output = keras.tree.flatten(outputs)[0]
+        if explicit:
+            unmasked = keras.tree.flatten(case.run(one, plain))[0]
+            assert np.abs(numpy(output) - numpy(unmasked)).max() > 1e-2, "the masks play a part"
+        for name in case.masks:
+            np.testing.assert_array_equal(numpy(implicit_mask(inputs[name])), masks[name])
+        if case.carries is None:
+            assert implicit_mask(output) is None
+            continue
+        np.testing.assert_array_equal(numpy(implicit_mask(output)), masks[case.carries])
+        if output.shape == inputs[case.carries].shape:
+            residual = keras.layers.Add()([inputs[case.carries], output])
+            np.testing.assert_array_equal(numpy(implicit_mask(residual)), masks[case.carries])
+
+
+def _check_exported(case, layer, directory, expected):
+    """ONNX Runtime gives the layer's outputs at the case's own sizes and smaller ones: the exporter is told none."""
+    path = directory / "model.onnx"
+    limit = case.config.get("max_length")
+    export_onnx(case.functional(layer), path, max_length=limit, verify=False, verbose=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    taken = {value.name for value in session.get_inputs()}
+    shorter = {name: array[:1, : array.shape[1] - 4] for name, array in case.arguments.items()}
+    of_shorter = quick(lambda arguments: case.run(layer, arguments))(keras.tree.map_structure(_tensor, shorter))
+    for arguments, outputs in ((case.arguments, expected), (shorter, numpy(of_shorter))):
+        found = session.run(None, {name: array for name, array in arguments.items() if name in taken})
+        close(found, keras.tree.flatten(outputs))
+
+
+# Run where nothing but the package was imported, and no layer made: Keras' automatic numbering starts anew.
+_RELOAD = """
+import pathlib, sys
+import keras, keras_transformer, numpy
+for folder in pathlib.Path(sys.argv[1]).iterdir():
+    with numpy.load(folder / "given.npz") as file:
+        given = dict(file)
+    labels = given.pop("labels", None)
+    loaded = keras.saving.load_model(folder / "model.keras")
+    other = type(loaded).from_config(loaded.get_config())
+    other.load_weights(folder / "model.weights.h5")
+    found = {}
+    for kind, model in ("weight", loaded), ("weight by itself", other):
+        found |= {f"{kind} {number}, {weight.path}": weight for number, weight in enumerate(model.weights)}
+    # Compiled on JAX, which compiles each operation for each shape otherwise.
+    outputs = loaded.predict_on_batch(given) if keras.config.backend() == "jax" else loaded(given)
+    found |= {f"output {number}": output for number, output in enumerate(keras.tree.flatten(outputs))}
+    if labels is not None:
+        found |= {f"optimizer {number}": value for number, value in enumerate(loaded.optimizer.variables)}
+        found["loss"] = loaded.compute_loss(given, labels, outputs)
+    numpy.savez(folder / "found.npz", **{name: keras.ops.convert_to_numpy(value) for name, value in found.items()})
+"""
+
+
+def reload(models, directory):
+    """Saves models, loads them all in one new process, and says by name what that found and what was to be found.
+
+    Args:
+        models: by name a model, its inputs by name, and labels if it is compiled, else None.
+        directory: for the files.
+    """
+    wanted = {}
+    for name, (model, inputs, labels) in models.items():
+        folder = directory / name
+        folder.mkdir()
+        model.save(folder / "model.keras")
+        model.save_weights(folder / "model.weights.h5")
+        np.savez(folder / "given.npz", **inputs, **({} if labels is None else {"labels": labels}))
+        outputs = model(inputs)
+        found = {}
+        for kind in ("weight", "weight by itself"):
+            found |= {f"{kind} {number}, {weight.path}": weight for number, weight in enumerate(model.weights)}
+        found |= {f"output {number}": output for number, output in enumerate(keras.tree.flatten(outputs))}
+        if labels is not None:
+            found |= {f"optimizer {number}": value for number, value in enumerate(model.optimizer.variables)}
+            found["loss"] = model.compute_loss(inputs, labels, outputs)
+        wanted[name] = {key: ops.convert_to_numpy(value) for key, value in found.items()}
+    root = pathlib.Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", _RELOAD, directory], check=True, env={**os.environ, "PYTHONPATH": str(root)})
+    return {name: (dict(np.load(directory / name / "found.npz")), wanted[name]) for name in models}
+
+
+def padding(array):
+    """A padding mask for a batch of sequences: `ids != 0` of ids; else all of the first row is real, and then half."""
+    if "int" in str(array.dtype):
+        return array != 0
+    mask = np.ones(array.shape[:2], bool)
+    mask[1:, (array.shape[1] + 1) // 2 :] = False
+    return mask
+
+
+def implicit_mask(tensor):
+    """The Keras mask that a tensor carries, or None."""
+    return get_keras_mask(tensor)
+
+
+def _masked(array, mask):
+    return keras.layers.Masking(-9.0)(np.where(mask[..., None], array, -9.0).astype("float32"))
 
 
 def close(actual, expected, tolerance=TOLERANCE):
