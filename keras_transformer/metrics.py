@@ -15,8 +15,8 @@ class _TokenMean(keras.metrics.Metric):
         super().__init__(name=name, dtype=dtype)
         check_ignore_id(ignore_id)
         self.ignore_id = ignore_id
-        self.total = self.add_variable(shape=(), initializer="zeros", name="total")
-        self.count = self.add_variable(shape=(), initializer="zeros", name="count")
+        self.total = self.add_variable(shape=(), initializer="zeros", dtype=self.dtype, name="total")
+        self.count = self.add_variable(shape=(), initializer="zeros", dtype=self.dtype, name="count")
 
     def token_values(self, labels, logits):
         """One value a token (B, T)."""
