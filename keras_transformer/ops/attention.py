@@ -8,6 +8,8 @@ import keras
 from keras import ops
 from keras.src import backend as keras_backend
 
+from keras_transformer.ops._operation import run
+
 # Finite, so that a row with every key masked gives a finite softmax (and gradient) before it is set to 0. Scores are
 # at least float32 where it is used, and exp(-1e30 - score) is 0 for every score that attention can produce.
 _MASKED_SCORE = -1e30
@@ -45,7 +47,18 @@ def attention(
     Raises:
         ValueError: on shapes that do not fit, a mask that is not boolean, or `causal` with T != S.
     """
-    return Attention(causal, scale, dropout, seed, return_weights)(query, key, value, mask=mask)
+    return run(
+        Attention,
+        query,
+        key,
+        value,
+        mask,
+        causal=causal,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        return_weights=return_weights,
+    )
 
 
 class Attention(keras.Operation):
@@ -69,68 +82,37 @@ class Attention(keras.Operation):
         self._seed = seed
 
     def call(self, query, key, value, mask=None):
-        self._check(query, key, value, mask)
+        return self.compute(
+            query, key, value, mask, self.causal, self.scale, self.dropout, self._seed, self.return_weights
+        )
+
+    @staticmethod
+    def compute(query, key, value, mask, causal, scale, dropout, seed, return_weights):
+        """See `attention`."""
+        _check(query, key, value, mask, causal)
         dtype = keras.backend.result_type(query.dtype, key.dtype, value.dtype)
         query, key, value = (ops.cast(x, dtype) for x in (query, key, value))
         if mask is not None:
             if len(mask.shape) == 3:
                 mask = ops.expand_dims(mask, 1)
-            if self.causal:
+            if causal:
                 mask = ops.logical_and(mask, _causal(query))
-        if self._fused_kernel_serves(query, value):
-            output, weights = self._fused(query, key, value, mask), None
+        one_width = query.shape[-1] == value.shape[-1]
+        if not dropout and not return_weights and one_width and _backend_has_fused_kernel(dtype):
+            output, weights = _fused(query, key, value, mask, causal, scale), None
         else:
-            output, weights = self._plain(query, key, value, mask)
+            output, weights = _plain(query, key, value, mask, causal, scale, dropout, seed)
         if mask is not None:
             attends = ops.transpose(ops.any(mask, axis=-1, keepdims=True), (0, 2, 1, 3))
             output = ops.where(attends, output, ops.zeros((), dtype))
-        if not self.return_weights:
+        if not return_weights:
             return output
         if mask is not None:
             weights = ops.where(mask, weights, ops.zeros((), dtype))
         return output, weights
 
-    def _fused_kernel_serves(self, query, value):
-        return (
-            not self.dropout
-            and not self.return_weights
-            and query.shape[-1] == value.shape[-1]
-            and _backend_has_fused_kernel(query.dtype)
-        )
-
-    def _fused(self, query, key, value, mask):
-        if key.shape[2] == 1:
-            # Kernels differ on whether they broadcast a single head.
-            key, value = (ops.repeat(x, query.shape[2], axis=2) for x in (key, value))
-        causal = self.causal and mask is None
-        return ops.dot_product_attention(query, key, value, mask=mask, scale=self.scale, is_causal=causal)
-
-    def _plain(self, query, key, value, mask):
-        if self.causal and mask is None:
-            mask = _causal(query)
-        dtype = query.dtype
-        batch, length, num_heads, head_dim = ops.shape(query)
-        slots, num_kv_heads, value_dim = ops.shape(value)[1:]
-        # Scores in float32, as fused kernels have them: a score of 40 has steps of 1/4 in bfloat16.
-        exact = keras.backend.result_type(dtype, "float32")
-        query = ops.cast(query, exact) * (head_dim**-0.5 if self.scale is None else self.scale)
-        # The query heads that share a key head are stacked along the length, so that keys are never repeated.
-        query = ops.transpose(query, (0, 2, 1, 3))
-        query = ops.reshape(query, (batch, num_kv_heads, num_heads // num_kv_heads * length, head_dim))
-        scores = ops.matmul(query, ops.cast(ops.transpose(key, (0, 2, 3, 1)), exact))
-        scores = ops.reshape(scores, (batch, num_heads, length, slots))
-        if mask is not None:
-            scores = ops.where(mask, scores, ops.full((), _MASKED_SCORE, exact))
-        # Not `ops.softmax`, which warns of a single key: the first step of a growing cache has one.
-        weights = ops.cast(keras_backend.nn.softmax(scores, axis=-1), dtype)
-        dropped = keras.random.dropout(weights, self.dropout, seed=self._seed) if self.dropout else weights
-        dropped = ops.reshape(dropped, (batch, num_kv_heads, num_heads // num_kv_heads * length, slots))
-        output = ops.matmul(dropped, ops.transpose(value, (0, 2, 1, 3)))
-        output = ops.reshape(output, (batch, num_heads, length, value_dim))
-        return ops.transpose(output, (0, 2, 1, 3)), weights
-
     def compute_output_spec(self, query, key, value, mask=None):
-        batch, length, slots = self._check(query, key, value, mask)
+        batch, length, slots = _check(query, key, value, mask, self.causal)
         num_heads = query.shape[2]
         dtype = keras.backend.result_type(query.dtype, key.dtype, value.dtype)
         output = keras.KerasTensor((batch, length, num_heads, value.shape[3]), dtype)
@@ -138,34 +120,79 @@ class Attention(keras.Operation):
             return output
         return output, keras.KerasTensor((batch, num_heads, length, slots), dtype)
 
-    def _check(self, query, key, value, mask):
-        """Raises ValueError on arguments that do not fit; returns the static (B, T, S)."""
-        if any(len(x.shape) != 4 for x in (query, key, value)):
-            raise ValueError(
-                "`query`, `key` and `value` must have the shapes (batch, length, heads, width). "
-                f"Received: {_shapes(query, key, value)}"
-            )
-        batch = _one_of(query.shape[0], key.shape[0], value.shape[0])
-        length, slots = query.shape[1], _one_of(key.shape[1], value.shape[1])
-        if not (
-            all(agree(x.shape[0], batch) for x in (query, key, value))
-            and agree(key.shape[1], value.shape[1])
-            and key.shape[2] == value.shape[2]
-            and query.shape[3] == key.shape[3]
-            and query.shape[2] % key.shape[2] == 0
-        ):
-            raise ValueError(
-                "`query` (B, T, N, H), `key` (B, S, K, H) and `value` (B, S, K, W) do not fit together, where K must "
-                f"divide N. Received: {_shapes(query, key, value)}"
-            )
-        if self.causal and not agree(length, slots):
-            raise ValueError(
-                "`causal=True` needs as many queries as keys; with a cache pass a `mask` made from positions. "
-                f"Received: {_shapes(query, key, value)}"
-            )
-        if mask is not None:
-            _check_mask(mask, (batch, query.shape[2], length, slots))
-        return batch, length, slots
+
+def _fused(query, key, value, mask, causal, scale):
+    """The backend's own kernel: the output alone."""
+    if key.shape[2] == 1:
+        # Kernels differ on whether they broadcast a single head.
+        key, value = (ops.repeat(x, query.shape[2], axis=2) for x in (key, value))
+    return ops.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scale,
+        is_causal=causal and mask is None,
+        # On torch the choice of kernel is left to torch: Keras makes it in a way that breaks torch.compile's graph.
+        flash_attention=False if keras.config.backend() == "torch" else None,
+    )
+
+
+def _plain(query, key, value, mask, causal, scale, dropout, seed):
+    """Matrix products and a softmax: the output and the weights."""
+    if causal and mask is None:
+        mask = _causal(query)
+    dtype = query.dtype
+    batch, length, num_heads, head_dim = ops.shape(query)
+    slots, num_kv_heads, value_dim = ops.shape(value)[1:]
+    # Scores in float32, as fused kernels have them: a score of 40 has steps of 1/4 in bfloat16.
+    exact = keras.backend.result_type(dtype, "float32")
+    query = ops.cast(query, exact) * (head_dim**-0.5 if scale is None else scale)
+    # The query heads that share a key head are stacked along the length, so that keys are never repeated.
+    query = ops.transpose(query, (0, 2, 1, 3))
+    query = ops.reshape(query, (batch, num_kv_heads, num_heads // num_kv_heads * length, head_dim))
+    scores = ops.matmul(query, ops.cast(ops.transpose(key, (0, 2, 3, 1)), exact))
+    scores = ops.reshape(scores, (batch, num_heads, length, slots))
+    if mask is not None:
+        # Not `ops.full`, for which torch reads the number back from the device, and waits for it.
+        scores = ops.where(mask, scores, ops.zeros((), exact) + _MASKED_SCORE)
+    # Not `ops.softmax`, which warns of a single key: the first step of a growing cache has one.
+    weights = ops.cast(keras_backend.nn.softmax(scores, axis=-1), dtype)
+    dropped = keras.random.dropout(weights, dropout, seed=seed) if dropout else weights
+    dropped = ops.reshape(dropped, (batch, num_kv_heads, num_heads // num_kv_heads * length, slots))
+    output = ops.matmul(dropped, ops.transpose(value, (0, 2, 1, 3)))
+    output = ops.reshape(output, (batch, num_heads, length, value_dim))
+    return ops.transpose(output, (0, 2, 1, 3)), weights
+
+
+def _check(query, key, value, mask, causal):
+    """Raises ValueError on arguments that do not fit; returns the static (B, T, S)."""
+    if any(len(x.shape) != 4 for x in (query, key, value)):
+        raise ValueError(
+            "`query`, `key` and `value` must have the shapes (batch, length, heads, width). "
+            f"Received: {_shapes(query, key, value)}"
+        )
+    batch = _one_of(query.shape[0], key.shape[0], value.shape[0])
+    length, slots = query.shape[1], _one_of(key.shape[1], value.shape[1])
+    if not (
+        all(agree(x.shape[0], batch) for x in (query, key, value))
+        and agree(key.shape[1], value.shape[1])
+        and key.shape[2] == value.shape[2]
+        and query.shape[3] == key.shape[3]
+        and query.shape[2] % key.shape[2] == 0
+    ):
+        raise ValueError(
+            "`query` (B, T, N, H), `key` (B, S, K, H) and `value` (B, S, K, W) do not fit together, where K must "
+            f"divide N. Received: {_shapes(query, key, value)}"
+        )
+    if causal and not agree(length, slots):
+        raise ValueError(
+            "`causal=True` needs as many queries as keys; with a cache pass a `mask` made from positions. "
+            f"Received: {_shapes(query, key, value)}"
+        )
+    if mask is not None:
+        _check_mask(mask, (batch, query.shape[2], length, slots))
+    return batch, length, slots
 
 
 def _check_mask(mask, sizes):

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_transformer.ops._operation import run
 from keras_transformer.ops.attention import agree
 
 
@@ -26,49 +27,55 @@ def write_cache(cache: tuple[Any, Any], key: Any, value: Any, start: Any = None)
     Raises:
         ValueError: on shapes that do not fit, or an integer `start` that runs over the buffer's end.
     """
-    return WriteCache()(tuple(cache), key, value, start=start)
+    return run(WriteCache, tuple(cache), key, value, start)
 
 
 class WriteCache(keras.Operation):
     """The operation behind `write_cache`; it is called with (cache, key, value, start=None)."""
 
     def call(self, cache, key, value, start=None):
-        self._check(cache, key, value, start)
+        return self.compute(cache, key, value, start)
+
+    @staticmethod
+    def compute(cache, key, value, start):
+        """See `write_cache`."""
+        _check(cache, key, value, start)
         return tuple(_write(old, new, start) for old, new in zip(cache, (key, value), strict=True))
 
     def compute_output_spec(self, cache, key, value, start=None):
-        self._check(cache, key, value, start)
+        _check(cache, key, value, start)
         return tuple(
             keras.KerasTensor(_written_shape(old.shape, new.shape, start), old.dtype)
             for old, new in zip(cache, (key, value), strict=True)
         )
 
-    def _check(self, cache, key, value, start):
-        for name, old, new in (("key", cache[0], key), ("value", cache[1], value)):
-            if (
-                len(old.shape) != 4
-                or len(new.shape) != 4
-                or tuple(old.shape[2:]) != tuple(new.shape[2:])
-                or not agree(old.shape[0], new.shape[0])
-            ):
-                raise ValueError(
-                    f"The cache's {name}s (B, S, K, H) and the new `{name}` (B, T, K, H) must agree in B, K and H. "
-                    f"Received: shapes {tuple(old.shape)} and {tuple(new.shape)}"
-                )
-        if start is None:
-            return
-        shape = tuple(getattr(start, "shape", ()))
-        dtype = keras.backend.standardize_dtype(start.dtype) if hasattr(start, "dtype") else type(start).__name__
-        if len(shape) > 1 or not all(agree(size, key.shape[0]) for size in shape):
-            raise ValueError(f"`start` must be an integer or have the shape (B,). Received: start.shape={shape}")
-        if "int" not in dtype.lower():
-            raise ValueError(f"`start` must hold integers. Received: start={start!r} of type {dtype}")
-        slots, length = cache[0].shape[1], key.shape[1]
-        if isinstance(start, int) and None not in (slots, length) and not 0 <= start <= slots - length:
+
+def _check(cache, key, value, start):
+    for name, old, new in (("key", cache[0], key), ("value", cache[1], value)):
+        if (
+            len(old.shape) != 4
+            or len(new.shape) != 4
+            or tuple(old.shape[2:]) != tuple(new.shape[2:])
+            or not agree(old.shape[0], new.shape[0])
+        ):
             raise ValueError(
-                f"{length} entries from slot `start` do not fit into the {slots} slots of the cache. "
-                f"Received: start={start}"
+                f"The cache's {name}s (B, S, K, H) and the new `{name}` (B, T, K, H) must agree in B, K and H. "
+                f"Received: shapes {tuple(old.shape)} and {tuple(new.shape)}"
             )
+    if start is None:
+        return
+    shape = tuple(getattr(start, "shape", ()))
+    dtype = keras.backend.standardize_dtype(start.dtype) if hasattr(start, "dtype") else type(start).__name__
+    if len(shape) > 1 or not all(agree(size, key.shape[0]) for size in shape):
+        raise ValueError(f"`start` must be an integer or have the shape (B,). Received: start.shape={shape}")
+    if "int" not in dtype.lower():
+        raise ValueError(f"`start` must hold integers. Received: start={start!r} of type {dtype}")
+    slots, length = cache[0].shape[1], key.shape[1]
+    if isinstance(start, int) and None not in (slots, length) and not 0 <= start <= slots - length:
+        raise ValueError(
+            f"{length} entries from slot `start` do not fit into the {slots} slots of the cache. "
+            f"Received: start={start}"
+        )
 
 
 def _written_shape(old, new, start):

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_transformer.ops._operation import run
+
 _MARK = "_keras_transformer_causal"
 
 
@@ -23,7 +25,7 @@ def causal_mask(positions: Any, key_positions: Any) -> Any:
     Raises:
         ValueError: if either is not of rank 2.
     """
-    return CausalMask()(positions, key_positions)
+    return run(CausalMask, positions, key_positions)
 
 
 def square_causal_mask(x: Any) -> Any:
@@ -31,7 +33,7 @@ def square_causal_mask(x: Any) -> Any:
 
     Attention that is given this very tensor runs and exports as `causal=True`: see `as_causal`.
     """
-    return SquareCausalMask()(x)
+    return run(SquareCausalMask, x)
 
 
 def as_causal(mask: Any) -> tuple[Any, bool]:
@@ -48,32 +50,43 @@ class CausalMask(keras.Operation):
     """The operation behind `causal_mask`; it is called with (positions, key_positions)."""
 
     def call(self, positions, key_positions):
-        self._check(positions, key_positions)
+        return self.compute(positions, key_positions)
+
+    @staticmethod
+    def compute(positions, key_positions):
+        """See `causal_mask`."""
+        _check(positions, key_positions)
         return ops.less_equal(ops.expand_dims(key_positions, 1), ops.expand_dims(positions, 2))
 
     def compute_output_spec(self, positions, key_positions):
-        self._check(positions, key_positions)
+        _check(positions, key_positions)
         (rows, length), (key_rows, slots) = positions.shape, key_positions.shape
         return keras.KerasTensor((key_rows if rows == 1 else rows, length, slots), "bool")
-
-    def _check(self, positions, key_positions):
-        if len(positions.shape) != 2 or len(key_positions.shape) != 2:
-            raise ValueError(
-                "`positions` and `key_positions` must have the shapes (B|1, T) and (B|1, S). "
-                f"Received: positions.shape={tuple(positions.shape)}, "
-                f"key_positions.shape={tuple(key_positions.shape)}"
-            )
 
 
 class SquareCausalMask(keras.Operation):
     """The operation behind `square_causal_mask`; it is called with (x)."""
 
     def call(self, x):
+        return self.compute(x)
+
+    @staticmethod
+    def compute(x):
+        """See `square_causal_mask`."""
         steps = ops.arange(ops.shape(x)[1])
         return _marked(ops.less_equal(steps[None, None, :], steps[None, :, None]))
 
     def compute_output_spec(self, x):
         return _marked(keras.KerasTensor((1, x.shape[1], x.shape[1]), "bool"))
+
+
+def _check(positions, key_positions):
+    if len(positions.shape) != 2 or len(key_positions.shape) != 2:
+        raise ValueError(
+            "`positions` and `key_positions` must have the shapes (B|1, T) and (B|1, S). "
+            f"Received: positions.shape={tuple(positions.shape)}, "
+            f"key_positions.shape={tuple(key_positions.shape)}"
+        )
 
 
 def _marked(mask):

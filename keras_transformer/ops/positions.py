@@ -9,6 +9,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_transformer.ops._operation import run
+
 _BLOCK = 4096
 
 
@@ -42,7 +44,7 @@ def sinusoidal_encoding(positions: Any, d_model: int, max_wavelength: float = 10
     Returns:
         float32 (B|1, T, d_model).
     """
-    return SinusoidalEncoding(d_model, max_wavelength)(positions)
+    return run(SinusoidalEncoding, positions, d_model=d_model, max_wavelength=max_wavelength)
 
 
 def sinusoidal_table(length: int, d_model: int, max_wavelength: float = 10000) -> np.ndarray:
@@ -60,13 +62,18 @@ class SinusoidalEncoding(keras.Operation):
         self.max_wavelength = max_wavelength
 
     def call(self, positions):
+        return self.compute(positions, self.d_model, self.max_wavelength)
+
+    @staticmethod
+    def compute(positions, d_model, max_wavelength):
+        """See `sinusoidal_encoding`."""
         # p = block · 4096 + offset, and angles are counted in turns, of which only the fraction matters. Each factor
         # is split into 12 bits, whose product with a 12-bit number is exact in float32, and a small remainder.
         positions = ops.expand_dims(ops.cast(positions, "int32"), -1)
         block = ops.cast(ops.floor_divide(positions, _BLOCK), "float32")
         offset = ops.cast(ops.mod(positions, _BLOCK), "float32")
         block_turns, block_rest, offset_turns, offset_rest, phase = (
-            ops.convert_to_tensor(turns) for turns in _turns(self.d_model, self.max_wavelength)
+            ops.convert_to_tensor(turns) for turns in _turns(d_model, max_wavelength)
         )
         exact = _fraction(_fraction(block * block_turns) + _fraction(offset * offset_turns) + phase)
         turns = _fraction(exact + (block * block_rest + offset * offset_rest))
