@@ -69,7 +69,7 @@ class Generator:
         step = self._model.generation_step
         if keras.config.backend() == "torch" and compile is not False:
             key = ("step", tuple(source_ids.shape), slots, bool(compile))
-            step = self._program(key, lambda: _TorchStep(step, self._model.variables, bool(compile)))
+            step = self._program(key, lambda: _TorchStep(step, self._model.variables, slots, bool(compile)))
 
         def logits(tokens, position):
             nonlocal state
@@ -110,16 +110,17 @@ class _TorchStep:
 
     _compiler_works = True
 
-    def __init__(self, step, variables, compile):
+    def __init__(self, step, variables, slots, compile):
         self._step = step
         self._variables = variables
+        # Tensors, because numbers would become a part of the graph; made at once, as each copy makes the device wait.
+        self._positions = ops.unstack(ops.arange(slots, dtype="int32"))
         self._compile = compile
         self._graph = None
 
     def __call__(self, tokens, position, state):
-        # A tensor, because a number would become a part of the graph.
-        position = ops.convert_to_tensor(position, "int32")
-        args = ([variable.value for variable in self._variables], tokens, position, *tree.flatten(state))
+        weights = [variable.value for variable in self._variables]
+        args = (weights, tokens, self._positions[position], *tree.flatten(state))
         if self._graph is None:
             logits, *state_values = self._first_call(args, state)
         else:

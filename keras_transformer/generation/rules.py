@@ -42,17 +42,18 @@ class Rules:
         for function in self.filters:
             logits = function(logits, xp)
         tokens = self.choose(logits, xp)
-        tokens = xp.where(finished, xp.full_like(tokens, self.pad_id), tokens)
-        return tokens, xp.logical_or(finished, xp.equal(tokens, self.end_id))
+        # Numbers stand beside operators: as an argument of `xp` torch copies one to the device, and waits for it.
+        tokens = xp.where(finished, xp.zeros_like(tokens) + self.pad_id, tokens)
+        return tokens, xp.logical_or(finished, tokens == self.end_id)
 
 
 def greedy(logits: Any, xp: Any = np) -> Any:
     """The id of the highest logit in each row of (B, V), as int32; of equal ones, the lowest id."""
-    size = logits.shape[-1]
+    last = logits.shape[-1] - 1
     # Spelled out, because the backends' argmax do not all promise which of equal entries they return.
     highest = xp.equal(logits, xp.max(logits, axis=-1, keepdims=True))
-    ids = xp.where(highest, xp.arange(size, dtype="int32"), xp.full((size,), size - 1, dtype="int32"))
-    return xp.min(ids, axis=-1)
+    from_last = xp.arange(last, -1, -1, dtype="int32")
+    return last - xp.max(xp.where(highest, from_last, xp.zeros_like(from_last)), axis=-1)
 
 
 def generated_length(source_length: int, limit: int | None = None) -> int:
