@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import onnx
 import onnx_ir
 
 import keras_transformer
@@ -206,6 +207,11 @@ def write(model: onnx_ir.Model, graph: Graph, path: pathlib.Path, config: dict[s
     size = sum(value.const_value.nbytes for value in model.graph.initializers.values())
     external = f"{path.name}.data" if size > _EXTERNAL_DATA_FROM else None
     onnx_ir.save(model, path, external_data=external)
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        # By a lowering rule that someone registered, and said whether or not the file is verified.
+        raise ExportError(f"The graph is no valid ONNX: {error}") from error
 
 
 def weights_hash(weights: Sequence[Weight]) -> str:
