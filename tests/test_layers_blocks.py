@@ -342,3 +342,38 @@ class TestRefuses:
             cls(d_ff=0)
         with pytest.raises(ValueError, match="num_heads=4, width 6"):
             cls(num_heads=4).build((None, None, 6))
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # of Keras' own dtype rules
+@pytest.mark.parametrize("cls", [TransformerEncoder, TransformerDecoder])
+def test_torch_compile_takes_a_stack_as_one_graph(cls):
+    """A break splits the compiled code, until torch's limit of recompilations leaves the rest uncompiled."""
+    import torch
+
+    layer = cls(num_layers=1, num_heads=N, d_ff=F, dropout=0.1)
+    layer.build((None, None, D))
+    x, padding_mask = ops.convert_to_tensor(X), ops.convert_to_tensor(PADDING)
+    explained = torch._dynamo.explain(lambda x: layer(x, padding_mask=padding_mask, training=True))(x)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+
+
+@pytest.mark.parametrize("cls", [TransformerEncoderBlock, TransformerEncoder, TransformerDecoder])
+def test_training_reaches_the_dropouts_however_the_layer_is_called(cls):
+    layer = built(cls, D, dropout=0.5)
+
+    class Outer(keras.layers.Layer):
+        def call(self, x, training=None):
+            return layer(x)
+
+    outer = Outer()
+    inference = numpy(layer(X))
+    close(numpy(layer(X, training=False)), inference)
+    close(numpy(layer.call(ops.convert_to_tensor(X), training=False)), inference)
+    close(numpy(outer(X, training=False)), inference)
+    for output in (
+        layer(X, training=True),
+        layer.call(ops.convert_to_tensor(X), training=True),  # without Keras' call context, as `stateless_call` does
+        outer(X, training=True),
+    ):
+        assert np.abs(numpy(output) - inference).max() > 0.1
