@@ -10,7 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("tensorflow", "jax", "torch")
 # Files whose subject is a backend; they import it inside functions.
-BACKEND_FILES = {"keras_transformer/generation/backends.py", "export/backends.py"}
+BACKEND_FILES = {
+    "keras_transformer/generation/backends.py",
+    "keras_transformer/ops/torch_attention.py",
+    "export/backends.py",
+}
 # Each part may import those before it.
 LAYERS = ("ops", "layers", "generation", "models", "export")
 EXTRAS = ("onnx", "onnx_ir", "onnxruntime", "tf2onnx", "tokenizers", "sacrebleu", "matplotlib")

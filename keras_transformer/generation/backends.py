@@ -137,6 +137,10 @@ class _TorchStep:
             return (logits, *tree.flatten(new_state))
 
         self._graph = make_fx(run)(*args)
+        for node in self._graph.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
+            node.replace_all_uses_with(node.args[0])  # a constant is copied in case it is written to: none is
+        self._graph.graph.eliminate_dead_code()
+        self._graph.recompile()
         if self._compile and _TorchStep._compiler_works:
             compiled = torch.compile(self._graph, dynamic=False)
             try:

@@ -9,6 +9,7 @@ from keras import ops
 from keras.src import backend as keras_backend
 
 from keras_transformer.ops._operation import run
+from keras_transformer.ops.torch_attention import fused_attention
 
 # Finite, so that a row with every key masked gives a finite softmax (and gradient) before it is set to 0. Scores are
 # at least float32 where it is used, and exp(-1e30 - score) is 0 for every score that attention can produce.
@@ -123,19 +124,13 @@ class Attention(keras.Operation):
 
 def _fused(query, key, value, mask, causal, scale):
     """The backend's own kernel: the output alone."""
+    causal = causal and mask is None
+    if keras.config.backend() == "torch":
+        return fused_attention(query, key, value, mask, causal, scale)
     if key.shape[2] == 1:
         # Kernels differ on whether they broadcast a single head.
         key, value = (ops.repeat(x, query.shape[2], axis=2) for x in (key, value))
-    return ops.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        scale=scale,
-        is_causal=causal and mask is None,
-        # On torch the choice of kernel is left to torch: Keras makes it in a way that breaks torch.compile's graph.
-        flash_attention=False if keras.config.backend() == "torch" else None,
-    )
+    return ops.dot_product_attention(query, key, value, mask=mask, scale=scale, is_causal=causal)
 
 
 def _plain(query, key, value, mask, causal, scale, dropout, seed):
