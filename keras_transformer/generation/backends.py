@@ -69,12 +69,14 @@ class Generator:
         step = self._model.generation_step
         if keras.config.backend() == "torch" and compile is not False:
             key = ("step", tuple(source_ids.shape), slots, bool(compile))
-            step = self._program(key, lambda: _TorchStep(step, self._model.variables, slots, bool(compile)))
+            program = self._program(key, lambda: _TorchStep(step, self._model.variables, slots, bool(compile)))
+            logits = program.begin(state)
+        else:
 
-        def logits(tokens, position):
-            nonlocal state
-            values, state = step(tokens, position, state)
-            return values
+            def logits(tokens, position):
+                nonlocal state
+                values, state = step(tokens, position, state)
+                return values
 
         return ops.stack(list(stream_tokens(logits, start, max_length, rules, ops, _CHECK_EVERY)), axis=1)
 
@@ -118,22 +120,28 @@ class _TorchStep:
         self._compile = compile
         self._graph = None
 
-    def __call__(self, tokens, position, state):
+    def begin(self, state):
+        """The function `(tokens, position) -> logits` of one generation."""
+        # What stays the same is looked up once, not at each token.
         weights = [variable.value for variable in self._variables]
-        args = (weights, tokens, self._positions[position], *tree.flatten(state))
-        if self._graph is None:
-            logits, *state_values = self._first_call(args, state)
-        else:
-            logits, *state_values = self._graph(*args)
-        return logits, tree.pack_sequence_as(state, state_values)
+        values = tree.flatten(state)
+
+        def logits(tokens, position):
+            nonlocal values
+            args = (*weights, tokens, self._positions[position], *values)
+            result, *values = self._first_call(args, state) if self._graph is None else self._graph(*args)
+            return result
+
+        return logits
 
     def _first_call(self, args, state):
         import torch
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        def run(values, tokens, position, *state_values):
-            with _weights(self._variables, values):
-                logits, new_state = self._step(tokens, position, tree.pack_sequence_as(state, state_values))
+        def run(*args):
+            weights, (tokens, position, *values) = args[: len(self._variables)], args[len(self._variables) :]
+            with _weights(self._variables, weights):
+                logits, new_state = self._step(tokens, position, tree.pack_sequence_as(state, values))
             return (logits, *tree.flatten(new_state))
 
         self._graph = make_fx(run)(*args)
