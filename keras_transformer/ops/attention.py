@@ -94,6 +94,7 @@ class Attention(keras.Operation):
         dtype = keras.backend.result_type(query.dtype, key.dtype, value.dtype)
         query, key, value = (ops.cast(x, dtype) for x in (query, key, value))
         if mask is not None:
+            mask = ops.convert_to_tensor(mask)
             if len(mask.shape) == 3:
                 mask = ops.expand_dims(mask, 1)
             if causal:
