@@ -64,7 +64,7 @@ def recomputation(model: Transformer, source: np.ndarray, tokens: int):
 
 
 def marian(options: argparse.Namespace, source: np.ndarray):
-    """transformers' model of the same shape."""
+    """Hugging Face's model of the same shape."""
     import torch
     from transformers import MarianConfig, MarianMTModel
 

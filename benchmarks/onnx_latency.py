@@ -1,25 +1,32 @@
-"""Latency of an encoder's ONNX graph, ours against Keras' own export of the same weights (TensorFlow, through tf2onnx).
+"""Latency of a causal encoder's ONNX graph: ours, Keras' own export (tf2onnx), and torch's, of the same weights.
 
     KERAS_BACKEND=tensorflow python benchmarks/onnx_latency.py [--layers 4] [--width 512] [--rounds 15]
 
-Needs the extras tensorflow, onnx and tf2onnx. Both graphs run in ONNX Runtime on the CPU, one after the other in each
-round, so that only their ratio counts. The model is made of Keras' own layers with a causal mask and ReLU: an exact
-GELU does not survive Keras' export.
+Needs the extras tensorflow, onnx, tf2onnx and benchmark; torch's export takes part where torch and onnxscript are
+there. The graphs run in ONNX Runtime on the CPU and take turns in each round; the table gives the median over the
+rounds of theirs / ours: above 1 ours is faster. The model is made of Keras' own layers with a causal mask and ReLU: an
+exact GELU does not survive Keras' export. torch gets a module of its own with the same weights, as Keras on torch does
+not export with free axes.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import importlib.util
+import itertools
+import os
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
 import onnx
 import onnxruntime
 from keras import layers
+from rounds import ratios
 
 from keras_transformer.export import export_onnx
 
@@ -44,18 +51,54 @@ def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def paired_ratio(theirs: tuple, ours: tuple, rounds: int) -> float:
-    """Median over the rounds of their time by ours; each is (session, inputs)."""
-    ratios = []
-    for number in range(rounds + 2):
-        times = {}
-        for run in (theirs, ours) if number % 2 else (ours, theirs):
-            started = time.perf_counter()
-            run[0].run(None, run[1])
-            times[run[0]] = time.perf_counter() - started
-        if number >= 2:  # the first rounds warm up
-            ratios.append(times[theirs[0]] / times[ours[0]])
-    return statistics.median(ratios)
+def run_of(session: onnxruntime.InferenceSession, ids: np.ndarray) -> Callable[[], np.ndarray]:
+    """A function that runs the graph on `ids`."""
+    feed = {session.get_inputs()[0].name: ids}
+    return lambda: session.run(None, feed)[0]
+
+
+def export_by_torch(model: keras.Model, path: Path) -> None:
+    """Torch's own export (dynamo) of a module with the same weights."""
+    import torch
+    from torch import nn
+
+    def tensors(layer):
+        return [torch.tensor(keras.ops.convert_to_numpy(variable.value)) for variable in layer.weights]
+
+    def linear(kernel, bias):
+        made = nn.Linear(*kernel.shape)
+        made.weight.data, made.bias.data = kernel.T.contiguous(), bias
+        return made
+
+    def norm(layer):
+        made = nn.LayerNorm(layer.gamma.shape, layer.epsilon)
+        made.weight.data, made.bias.data = tensors(layer)
+        return made
+
+    class Block(nn.Module):
+        def __init__(self, attention, attention_norm, inner, output, output_norm):
+            super().__init__()
+            *inputs, kernel, bias = tensors(attention)  # (D, N, H), (N, H), three times; then (N, H, D), (D)
+            projections = [linear(k.flatten(1), b.flatten()) for k, b in zip(inputs[::2], inputs[1::2], strict=True)]
+            self.projections = nn.ModuleList(projections)
+            self.output = linear(kernel.flatten(0, 1), bias)
+            self.attention_norm, self.feed_forward_norm = norm(attention_norm), norm(output_norm)
+            self.feed_forward = nn.Sequential(linear(*tensors(inner)), nn.ReLU(), linear(*tensors(output)))
+            self.heads = attention.num_heads
+
+        def forward(self, x):
+            parts = [dense(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for dense in self.projections]
+            attended = nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+            x = self.attention_norm(x + self.output(attended))
+            return self.feed_forward_norm(x + self.feed_forward(x))
+
+    embedding, *rest = (layer for layer in model.layers if layer.weights)
+    module = nn.Sequential(
+        nn.Embedding.from_pretrained(*tensors(embedding)), *(Block(*rest[i : i + 5]) for i in range(0, len(rest), 5))
+    ).eval()
+    free = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
+    ids = torch.ones((2, 7), dtype=torch.int32)
+    torch.onnx.export(module, (ids,), dynamic_shapes=free, dynamo=True, verbose=False).save(str(path))
 
 
 def main() -> None:
@@ -71,20 +114,32 @@ def main() -> None:
     model = encoder(options.layers, options.width)
     model(np.ones((1, 3), "int32"))  # Keras exports no model that was never called
     with tempfile.TemporaryDirectory() as folder:
-        paths = {name: Path(folder) / f"{name}.onnx" for name in ("theirs", "ours")}
-        model.export(str(paths["theirs"]), format="onnx", verbose=False)
+        paths = {name: Path(folder) / f"{name}.onnx" for name in ("ours", "tf2onnx", "torch")}
         export_onnx(model, paths["ours"], verify=False)
+        model.export(str(paths["tf2onnx"]), format="onnx", verbose=False)
+        if importlib.util.find_spec("torch") and importlib.util.find_spec("onnxscript"):
+            export_by_torch(model, paths["torch"])
+        else:
+            del paths["torch"]
         for name, path in paths.items():
-            print(f"{name:6}: {len(onnx.load(path).graph.node)} nodes")
-        print(f"{'threads':>8}{'batch':>7}{'length':>8}{'largest difference':>20}{'theirs / ours':>15}")
+            print(f"{name:8}{len(onnx.load(path).graph.node):5} nodes")
+        others = list(paths)[1:]
+        print(
+            f"{'threads':>8}{'batch':>7}{'length':>8}{'largest difference':>20}" + "".join(f"{n:>10}" for n in others)
+        )
         for threads in (1, 2):
-            theirs, ours = (session(path, threads) for path in paths.values())
-            for batch, length in ((1, 16), (1, 128), (1, 512), (8, 16), (8, 128)):
+            sessions = {name: session(path, threads) for name, path in paths.items()}
+            for batch, length in itertools.product((1, 8), (16, 128, 512)):
                 ids = np.random.default_rng(0).integers(1, 1000, (batch, length)).astype("int32")
-                pair = [(run, {run.get_inputs()[0].name: ids}) for run in (theirs, ours)]
-                (a,), (b,) = (run.run(None, feed) for run, feed in pair)
-                ratio = paired_ratio(*pair, options.rounds)
-                print(f"{threads:>8}{batch:>7}{length:>8}{np.abs(a - b).max():>20.1e}{ratio:>15.2f}")
+                runs = {name: run_of(each, ids) for name, each in sessions.items()}
+                outputs = {name: run() for name, run in runs.items()}
+                difference = max(np.abs(output - outputs["ours"]).max() for output in outputs.values())
+                found = ratios(runs, options.rounds)
+                print(
+                    f"{threads:>8}{batch:>7}{length:>8}{difference:>20.1e}"
+                    + "".join(f"{found[name]:>10.2f}" for name in others),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
