@@ -393,11 +393,12 @@ def reload(models, directory):
 
 
 def padding(array):
-    """A padding mask for a batch of sequences: `ids != 0` of ids; else all of the first row is real, and then half."""
+    """A padding mask (B, T): `ids != 0` of ids; else all of the first row is real, then half, then nothing."""
     if "int" in str(array.dtype):
         return array != 0
     mask = np.ones(array.shape[:2], bool)
-    mask[1:, (array.shape[1] + 1) // 2 :] = False
+    mask[1:2, (array.shape[1] + 1) // 2 :] = False
+    mask[2:] = False
     return mask
 
 

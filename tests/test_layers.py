@@ -9,7 +9,7 @@ from keras_transformer import layers, losses, models
 from tests import checks
 from tests.checks import Case, ModelCase, numpy, weights_of
 
-B, T, S, D, E, V = 2, 5, 7, 6, 13, 11
+B, T, S, D, E, V = 3, 5, 7, 6, 13, 11
 
 
 def floats(*shape, seed=0):
@@ -17,16 +17,16 @@ def floats(*shape, seed=0):
 
 
 def ids(*shape, seed=0):
-    """Ids of which the second row ends in padding."""
+    """Ids of which the second row ends in padding, and the third is nothing else."""
     made = np.random.default_rng(seed).integers(1, V, shape).astype("int32")
-    made[1, 3:] = 0
+    made[1, 3:], made[2] = 0, 0
     return made
 
 
 X = {"x": floats(B, T, D)}
 WITH_MEMORY = {**X, "memory": floats(B, S, E, seed=1)}
 ATTENTION = {
-    "num_heads": 3,
+    "num_heads": 2,
     "head_dim": 4,
     "dropout": 0.1,
     "use_bias": False,
@@ -36,7 +36,7 @@ ATTENTION = {
 }
 SELF_ATTENTION = {**ATTENTION, "causal": True}
 BLOCK = {
-    "num_heads": 3,
+    "num_heads": 2,
     "d_ff": 11,
     "head_dim": 4,
     "dropout": 0.2,
@@ -50,8 +50,8 @@ TRANSFORMER = {
     "source_vocabulary_size": V,
     "target_vocabulary_size": V,
     "num_layers": 1,
-    "d_model": 12,
-    "num_heads": 3,
+    "d_model": 8,
+    "num_heads": 2,
     "d_ff": 11,
     "dropout": 0.25,
     "activation": "gelu",
