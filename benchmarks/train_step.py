@@ -76,6 +76,12 @@ def table(blocks: dict, options: argparse.Namespace, dropouts=(0.0, 0.1), jits=(
     rng = np.random.default_rng(0)
     ids = rng.integers(1, VOCABULARY, (options.batch, options.length)).astype("int32")
     labels = rng.integers(0, 10, ids.shape).astype("int32")
+    if keras.backend.backend() == "torch":
+        import torch
+
+        # Keras' layers share one `__call__`, which torch would stop compiling after 8 kinds of layers of all models.
+        torch._dynamo.config.recompile_limit = 256
+        ids, labels = torch.tensor(ids), torch.tensor(labels)  # as `fit` hands them on: arrays break the graph
     print(f"{keras.backend.backend()}, {options.rounds} rounds: time / time of {next(iter(blocks))}")
     print(f"{'dropout':>8}{'jit':>7}" + "".join(f"{name:>12}" for name in list(blocks)[1:]))
     for dropout in dropouts:

@@ -5,12 +5,10 @@ import tempfile
 
 import keras
 import numpy as np
-import onnxruntime
 from keras import ops
-from keras.src.backend import get_keras_mask
 
 from keras_transformer.export import export_onnx
-from tests.checks import TOLERANCE, compiled, gradients, numpy, quick
+from tests.checks import TOLERANCE, compiled, numpy, quick, run_onnx
 
 # What Keras runs, and what ONNX Runtime runs: with its graph optimisations, which rewrite attention, and without.
 KERAS_FORMS = ("eager", "functional", "compiled")
@@ -65,17 +63,6 @@ def exported(model, inputs, **kwargs):
         return {form: run_onnx(path, inputs, optimised=form == "ONNX") for form in ONNX_FORMS}
 
 
-def run_onnx(path, inputs, optimised=True):
-    """The outputs of the graph at `path`, half precision widened to float32."""
-    options = onnxruntime.SessionOptions()
-    if not optimised:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    wanted = {value.name for value in session.get_inputs()}
-    outputs = session.run(None, {name: array for name, array in inputs.items() if name in wanted})
-    return [x.astype("float32") if x.dtype == np.float16 else x for x in outputs]
-
-
 def close_in_every_form(found, expected, tolerance=TOLERANCE):
     """Every form gave the arrays `expected`, of any nesting."""
     expected = keras.tree.flatten(expected)
@@ -83,11 +70,6 @@ def close_in_every_form(found, expected, tolerance=TOLERANCE):
         assert len(outputs) == len(expected), form
         for number, (output, array) in enumerate(zip(outputs, expected, strict=True)):
             np.testing.assert_allclose(output, array, rtol=0, atol=tolerance, err_msg=f"{form}, output {number}")
-
-
-def implicit_mask(tensor):
-    """The Keras mask that a tensor carries, also where it is kept beside it, as for what JAX traces."""
-    return get_keras_mask(tensor)
 
 
 def program(function, *args):
@@ -106,26 +88,6 @@ def program(function, *args):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return "\n".join(f"{node.target} {node.args}" for node in make_fx(function)(*args).graph.nodes)
-
-
-def compiled_gradients(layer, loss, *args, **kwargs):
-    """`checks.gradients` in a function that XLA compiles (on torch as it is)."""
-    if keras.config.backend() != "tensorflow":
-        return gradients(layer, loss, *args, **kwargs)
-    import tensorflow as tf
-
-    def tensor(x):
-        return ops.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
-
-    args, kwargs = keras.tree.map_structure(tensor, (args, kwargs))
-
-    @tf.function(jit_compile=True)
-    def run():
-        with tf.GradientTape() as tape:
-            value = loss(layer(*args, **kwargs))
-        return tape.gradient(value, [v.value for v in layer.trainable_variables])
-
-    return flat([ops.convert_to_tensor(gradient) for gradient in run()])
 
 
 def flat(outputs):

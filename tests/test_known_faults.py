@@ -42,19 +42,16 @@ from keras_transformer.layers import (
 )
 from keras_transformer.models import Transformer
 from tests import reference
-from tests.checks import close, numpy, quick, randomize
+from tests.checks import close, gradients, implicit_mask, numpy, quick, randomize, run_onnx
 from tests.forms import (
     FORMS,
     KERAS_FORMS,
     ONNX_FORMS,
     close_in_every_form,
-    compiled_gradients,
     flat,
     functional,
-    implicit_mask,
     in_every_form,
     program,
-    run_onnx,
 )
 
 B, T, S, D, E, F, N, V = 3, 5, 7, 6, 13, 11, 2, 17
@@ -1393,11 +1390,11 @@ class TestWholePadding:
         def loss(y):
             return ops.mean(ops.square(ops.cast(y, "float32")[0, :3]))
 
-        both = compiled_gradients(encoder, loss, x, padding_mask=mask)
+        both = gradients(encoder, loss, x, padding_mask=mask, jit=True)
         assert all(np.isfinite(gradient).all() for gradient in both)
         if policy != "float32":
             return
-        expected = compiled_gradients(encoder, loss, x[:1], padding_mask=mask[:1])
+        expected = gradients(encoder, loss, x[:1], padding_mask=mask[:1], jit=True)
         largest = max(np.abs(gradient).max() for gradient in expected)
         for one, two in zip(both, expected, strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6 * largest)
@@ -1477,7 +1474,8 @@ class TestMaskConstants:
             return ops.sum(ops.cast(y[0], "float32"))
 
         given = {"memory": inputs["memory"], "padding_mask": inputs["mask"], "return_weights": True}
-        assert all(np.isfinite(gradient).all() for gradient in compiled_gradients(weighing, loss, inputs["x"], **given))
+        found = gradients(weighing, loss, inputs["x"], **given, jit=True)
+        assert all(np.isfinite(gradient).all() for gradient in found)
 
 
 class TestEqualSizes:

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_transformer.layers import CausalMask, CrossAttention, MultiHeadSelfAttention
 from tests import checks, reference
-from tests.checks import close, numpy, randomize, weights_of
+from tests.checks import close, implicit_mask, numpy, randomize, weights_of
 
 B, T, S, D, E, N = 2, 5, 7, 6, 13, 3
 RNG = np.random.default_rng(0)
@@ -33,10 +33,6 @@ def masked(array, mask):
     """A tensor that carries an implicit Keras mask, as `Masking` and `Embedding` make it."""
     tensor = ops.convert_to_tensor(np.where(mask[..., None], array, -9.0).astype("float32"))
     return keras.layers.Masking(-9.0)(tensor)
-
-
-def implicit_mask(tensor):
-    return getattr(tensor, "_keras_mask", None)
 
 
 class TestTruth:

@@ -15,7 +15,7 @@ from keras_transformer.layers import (
     TransformerEncoderBlock,
 )
 from tests import checks, reference
-from tests.checks import close, numpy, quick, randomize, weights_of
+from tests.checks import close, implicit_mask, numpy, quick, randomize, weights_of
 
 B, T, S, D, E, F, N = 2, 5, 7, 6, 13, 11, 3
 RNG = np.random.default_rng(0)
@@ -30,10 +30,6 @@ def built(cls, *shapes, **arguments):
     layer = cls(num_heads=N, d_ff=F, **{"dropout": 0.0, **arguments})
     layer.build(*((None, None, width) for width in shapes))
     return randomize(layer)
-
-
-def implicit_mask(tensor):
-    return getattr(tensor, "_keras_mask", None)
 
 
 def masked(array, mask):

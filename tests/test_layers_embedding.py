@@ -7,13 +7,9 @@ from keras import ops
 
 from keras_transformer.layers import SinusoidalPositionalEncoding, TokenEmbedding, TransformerEncoder
 from tests import checks, reference
-from tests.checks import close, numpy
+from tests.checks import close, implicit_mask, numpy
 
 IDS = np.array([[3, 1, 4, 0, 0], [5, 0, 2, 6, 0]], "int32")
-
-
-def implicit_mask(tensor):
-    return getattr(tensor, "_keras_mask", None)
 
 
 class TestTokenEmbedding:
