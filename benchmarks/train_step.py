@@ -41,8 +41,7 @@ def keras_mha(x, width, dropout):
     """The block that one writes by hand with Keras' own attention."""
     attended = layers.MultiHeadAttention(HEADS, width // HEADS, dropout=dropout)(x, x)
     x = layers.LayerNormalization()(layers.Add()([x, layers.Dropout(dropout)(attended)]))
-    inner = layers.Dropout(dropout)(layers.Dense(4 * width, activation="relu")(x))
-    inner = layers.Dense(width)(inner)
+    inner = layers.Dense(width)(layers.Dense(4 * width, activation="relu")(x))
     return layers.LayerNormalization()(layers.Add()([x, layers.Dropout(dropout)(inner)]))
 
 
