@@ -1,8 +1,10 @@
 """Greedy generation: the rules, the two loops, and generate against a loop without a cache."""
 
+import concurrent.futures
 import os
 import subprocess
 import sys
+import time
 import warnings
 
 import keras
@@ -207,6 +209,18 @@ def test_new_weights_are_seen_and_programs_kept():
     assert len(programs) == 1
 
 
+def test_variables_that_a_layer_gets_later_are_seen():
+    """As low-rank adapters are: a program made before would not read them, or keep their first values."""
+    model = toy(num_layers=1)
+    model.generate(SOURCE, max_length=10)
+    model.decoder.blocks[0].feed_forward.inner_dense.enable_lora(3)
+    for seed in range(3):
+        randomize(model, seed, scale=1.0)
+        found = {compile: model.generate(SOURCE, max_length=10, compile=compile) for compile in (None, False)}
+        np.testing.assert_array_equal(found[None], found[False])
+    assert len(model._generator._programs) == 1
+
+
 def test_inside_fit():
     """In the middle of an epoch, with the weights of that moment, and without disturbing the training."""
     ids = np.concatenate([SOURCE, SOURCE]) % 11
@@ -307,6 +321,33 @@ def test_compiled_step(monkeypatch):
     ids = model.generate(SOURCE, max_length=9, compile=True)
     np.testing.assert_array_equal(ids, model.generate(SOURCE, max_length=9, compile=False))
     assert len(compilations) == 1
+
+
+@pytest.mark.backends("torch")
+def test_threads_record_one_after_the_other(monkeypatch):
+    """While torch records it patches itself for all threads, and a second recording beside it fails."""
+    from torch.fx.experimental import proxy_tensor
+
+    make_fx, beside = proxy_tensor.make_fx, []
+
+    def slow(function):
+        def recorded(*args):
+            beside.append(1)
+            time.sleep(0.05)
+            assert len(beside) == 1, "two recordings at once"
+            graph = make_fx(function)(*args)
+            beside.pop()
+            return graph
+
+        return recorded
+
+    monkeypatch.setattr(proxy_tensor, "make_fx", slow)
+    models = [toy(seed, num_layers=1) for seed in (5, 6)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(models[i % 2].generate, SOURCE, max_length=6) for i in range(4)]
+        found = [future.result() for future in futures]
+    for i, ids in enumerate(found):
+        np.testing.assert_array_equal(ids, models[i % 2].generate(SOURCE, max_length=6, compile=False))
 
 
 @pytest.mark.backends("torch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +24,13 @@ class Generator:
 
     The model gives `start_generation(source_ids, length) -> state` and
     `generation_step(tokens, position, state) -> (logits, state)`. Weights are a program's arguments (JAX, torch), or
-    variables that it reads (TensorFlow), never a part of it: what is trained between two calls is seen.
+    variables that it reads (TensorFlow), never a part of it: what is trained between two calls is seen. Where layers
+    get other variables (`enable_lora`, `quantize`), the programs are made anew.
     """
 
     def __init__(self, model: keras.Model):
         self._model = model
+        self._variables: list[keras.Variable] = []
         self._programs: dict[Any, Callable] = {}
 
     def generate(
@@ -38,6 +41,9 @@ class Generator:
         if hasattr(self._model, "jax_state_sync"):
             # Inside fit the newest weights are in JAX's training loop until they are asked for.
             self._model.jax_state_sync()
+        variables = self._model.variables
+        if list(map(id, variables)) != list(map(id, self._variables)):
+            self._variables, self._programs = variables, {}
         # Few programs serve all lengths: a longer source is padded, and unused slots of a buffer are masked.
         padding = ((0, 0), (0, -source_ids.shape[1] % 8))
         source_ids = ops.convert_to_tensor(np.pad(source_ids, padding, constant_values=rules.pad_id))
@@ -61,7 +67,7 @@ class Generator:
 
         compile = {"tensorflow": _compile_tensorflow, "jax": _compile_jax}[keras.config.backend()]
         key = ("loop", tuple(source_ids.shape), slots, rules)
-        program = self._program(key, lambda: compile(run, self._model.variables))
+        program = self._program(key, lambda: compile(run, self._variables))
         return program(source_ids, start, ops.convert_to_tensor(max_length, "int32"))
 
     def _stream(self, source_ids, start, max_length, slots, rules, compile):
@@ -69,7 +75,7 @@ class Generator:
         step = self._model.generation_step
         if keras.config.backend() == "torch" and compile is not False:
             key = ("step", tuple(source_ids.shape), slots, bool(compile))
-            program = self._program(key, lambda: _TorchStep(step, self._model.variables, slots, bool(compile)))
+            program = self._program(key, lambda: _TorchStep(step, self._variables, slots, bool(compile)))
             logits = program.begin(state)
         else:
 
@@ -111,6 +117,8 @@ class _TorchStep:
     """
 
     _compiler_works = True
+    # While torch records it patches itself, in all threads.
+    _recording = threading.Lock()
 
     def __init__(self, step, variables, slots, compile):
         self._step = step
@@ -129,12 +137,17 @@ class _TorchStep:
         def logits(tokens, position):
             nonlocal values
             args = (*weights, tokens, self._positions[position], *values)
-            result, *values = self._first_call(args, state) if self._graph is None else self._graph(*args)
+            if self._graph is None:
+                with self._recording:
+                    if self._graph is None:
+                        self._graph = self._recorded(args, state)
+            result, *values = self._graph(*args)
             return result
 
         return logits
 
-    def _first_call(self, args, state):
+    def _recorded(self, args, state):
+        """The step's graph, for arguments like `args`."""
         import torch
         from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -144,11 +157,11 @@ class _TorchStep:
                 logits, new_state = self._step(tokens, position, tree.pack_sequence_as(state, values))
             return (logits, *tree.flatten(new_state))
 
-        self._graph = _cleaned(make_fx(run)(*args))
+        graph = _cleaned(make_fx(run)(*args))
         if self._compile and _TorchStep._compiler_works:
-            compiled = torch.compile(self._graph, dynamic=False)
+            compiled = torch.compile(graph, dynamic=False)
             try:
-                result = compiled(*args)
+                compiled(*args)  # which compiles it
             except Exception as error:
                 _TorchStep._compiler_works = False
                 warnings.warn(
@@ -157,10 +170,8 @@ class _TorchStep:
                     stacklevel=2,
                 )
             else:
-                self._graph = compiled
-                return result
-        self._graph = _remembering(self._graph, position=len(self._variables) + 1)
-        return self._graph(*args)
+                return compiled
+        return _remembering(graph, position=len(self._variables) + 1)
 
 
 def _cleaned(graph):
