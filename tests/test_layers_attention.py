@@ -164,6 +164,29 @@ class TestMasks:
         close(numpy(dropping(X, padding_mask=PADDING)), numpy(layer(X, padding_mask=PADDING)), 0)
 
 
+def test_low_rank_weights_and_quantization_of_the_projections_count():
+    """JAX takes the projections' kernels itself, in a product by heads."""
+    layer = MultiHeadSelfAttention(N)
+    layer.build((None, None, D))
+    randomize(layer)
+    for dense in (layer.query_dense, layer.output_dense):
+        dense.enable_lora(2)
+        for weight in (dense.lora_kernel_a, dense.lora_kernel_b):
+            weight.assign(RNG.normal(size=weight.shape))
+    merged = MultiHeadSelfAttention(N)
+    merged.build((None, None, D))
+    for name in ("query_dense", "key_dense", "value_dense", "output_dense"):
+        ours, theirs = getattr(merged, name), getattr(layer, name)
+        ours.kernel.assign(theirs.kernel)
+        ours.bias.assign(theirs.bias)
+    expected = numpy(merged(X))
+    close(numpy(layer(X)), expected)
+    for name in ("query_dense", "output_dense"):
+        getattr(merged, name).quantize("int8")
+    quantized = numpy(merged(X))
+    assert 0 < np.abs(quantized - expected).max() < 0.05 * np.abs(expected).max()
+
+
 class TestCausalMask:
     def test_shows_the_matrix_of_the_paper(self):
         mask = CausalMask()(X)
