@@ -119,6 +119,15 @@ def sinusoidal_encoding(positions, d_model, max_wavelength=10000):
     return np.stack(columns, axis=-1)
 
 
+def rotate(x, positions, base=10000, width=None):
+    """Pairs (i, i + width/2) of each head as complex numbers, turned; x (B, T, N, H), positions (B|1, T)."""
+    width = width or x.shape[-1]
+    half = width // 2
+    angles = np.asarray(positions, "float64")[..., None] / base ** (np.arange(half) / half)
+    pairs = (x[..., :half] + 1j * x[..., half:width]) * np.exp(1j * angles)[:, :, None]
+    return np.concatenate([pairs.real, pairs.imag, x[..., width:]], -1)
+
+
 def within(weights, name):
     """The weights of the sub-layer called `name`."""
     return {path[len(name) + 1 :]: array for path, array in weights.items() if path.startswith(name + "/")}

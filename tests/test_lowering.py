@@ -297,6 +297,14 @@ CASES = {
     "square causal mask": (lambda x: kt.square_causal_mask(x), [F]),
     "sinusoids": (lambda x: kt.sinusoidal_encoding(x * 1000 + 3, 7), [N]),
     "sinusoids from the start": (lambda x: x + kt.sinusoidal_encoding(kt.positions(ops.shape(x)[1]), 6), [F]),
+    "rotary": (
+        lambda x, p: kt.rotate(x, kt.rotary_encoding(p * 1000, kt.rotary_frequencies(6))),
+        ["float32[B,T,2,6]", N],
+    ),
+    "rotary, a part of each head": (
+        lambda x: kt.rotate(x, kt.rotary_encoding(kt.positions(ops.shape(x)[1], 3), kt.rotary_frequencies(4, 100.0))),
+        ["float32[B,T,3,6]"],
+    ),
     "write at slots": (
         lambda c, k, i: list(kt.write_cache((c, c * 2.0), k, k * 3.0, start=i % 2)),
         ["float32[B,2T,2,3]", "float32[B,T,2,3]", "int32[B]"],

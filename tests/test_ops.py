@@ -1,5 +1,7 @@
 """Attention, the cache, masks and positions against their NumPy truth."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -300,6 +302,53 @@ class TestPositions:
     def test_spec(self):
         spec = kt.sinusoidal_encoding(keras.KerasTensor((None, None), "int32"), 7)
         assert spec.shape == (None, None, 7) and spec.dtype == "float32"
+
+
+class TestRotary:
+    X = np.random.default_rng(5).normal(size=(2, T, 3, 10)).astype("float32")
+
+    @pytest.mark.parametrize("width", [10, 6, 2])
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_equals_complex_numbers(self, width, rows):
+        positions = np.random.default_rng(6).integers(0, 2**24, (rows, T)).astype("int32")
+        encoding = kt.rotary_encoding(ops.convert_to_tensor(positions), kt.rotary_frequencies(width, 500.0))
+        assert keras.backend.standardize_dtype(encoding.dtype) == "float32"
+        close(numpy(kt.rotate(self.X, encoding)), reference.rotate(self.X, positions, 500.0, width), 5e-6)
+
+    def test_products_depend_on_differences_only(self):
+        def product(shift):
+            encoding = kt.rotary_encoding(kt.positions(T, shift), kt.rotary_frequencies(10))
+            query, key = numpy(kt.rotate(self.X, encoding)), numpy(kt.rotate(self.X[::-1].copy(), encoding))
+            return np.einsum("btnh,bsnh->bnts", query, key)
+
+        close(product(100_003), product(0))
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_half_precision_far_away(self, dtype):
+        """The angles are exact at position 100,000, where half precision has steps of hundreds."""
+        x = ops.cast(self.X, dtype)
+        encoding = kt.rotary_encoding(kt.positions(T, 100_000), kt.rotary_frequencies(10))
+        rotated = kt.rotate(x, encoding)
+        assert keras.backend.standardize_dtype(rotated.dtype) == dtype
+        expected = reference.rotate(numpy(x), np.arange(T)[None] + 100_000)
+        # Rounded once: half a unit in the last place of the largest, which is near 4.
+        close(numpy(rotated), expected, 0.01 if dtype == "bfloat16" else 0.002)
+
+    def test_spec(self):
+        x, positions = keras.KerasTensor((None, None, 3, 10), "float16"), keras.KerasTensor((1, None), "int32")
+        encoding = kt.rotary_encoding(positions, kt.rotary_frequencies(4))
+        rotated = kt.rotate(x, encoding)
+        assert encoding.shape == (1, None, 4) and rotated.shape == x.shape and rotated.dtype == "float16"
+
+    @pytest.mark.parametrize(
+        "shape, other",
+        [((2, 5, 3, 10), (1, 5, 12)), ((2, 5, 3, 10), (3, 5, 4)), ((2, 5, 3, 10), (1, 7, 4)), ((2, 5, 10), (1, 5, 4))],
+    )
+    def test_refuses(self, shape, other):
+        with pytest.raises(ValueError, match=re.escape(f"x.shape={shape}, encoding.shape={other}")):
+            kt.rotate(ops.zeros(shape), ops.zeros(other))
+        with pytest.raises(ValueError, match="Received: width=7"):
+            kt.rotary_frequencies(7)
 
 
 def _paired(positions, keys):

@@ -14,7 +14,8 @@ from keras_transformer.export.lowering.elementwise import add, compare, compute_
 from keras_transformer.export.lowering.registry import register_lowering
 from keras_transformer.export.lowering.shaping import Repeated, scatter, slice_update
 from keras_transformer.export.lowering.sources import steps
-from keras_transformer.ops.positions import _BLOCK, _turns
+from keras_transformer.ops.positions import BLOCK, sinusoidal_waves, turns, wave_table
+from keras_transformer.ops.rotary import rotary_waves
 
 _HEADS_FIRST = (0, 2, 1, 3)
 
@@ -352,24 +353,51 @@ def _square_mask(g, length, slots) -> Tensor:
 
 @register_lowering(ops.SinusoidalEncoding)
 def _sinusoidal_encoding(g, node, positions):
-    width, max_wavelength = node.attributes["d_model"], node.attributes["max_wavelength"]
+    return _waves(g, positions, *sinusoidal_waves(node.attributes["d_model"], node.attributes["max_wavelength"]))
+
+
+@register_lowering(ops.RotaryEncoding)
+def _rotary_encoding(g, node, positions):
+    return _waves(g, positions, *rotary_waves(node.attributes["frequencies"]))
+
+
+@register_lowering(ops.Rotate)
+def _rotate(g, node, x, encoding):
+    batch, length, num_heads, width = x.shape
+    half = encoding.shape[2] // 2
+    tables = [
+        g.expand(g.slice(g.cast(encoding, x.dtype), 2, start, start + half, half), (batch, length, half))
+        for start in (0, half)
+    ]
+    flat = g.reshape(x, (batch, length, num_heads * width))
+    rotated = g.op(
+        "RotaryEmbedding",
+        flat,
+        *tables,
+        num_heads=num_heads,
+        rotary_embedding_dim=2 * half if 2 * half < width else None,
+        shape=flat.shape,
+    )
+    return g.reshape(rotated, x.shape)
+
+
+def _waves(g, positions, frequencies, quarters):
     if positions.array is not None and positions.array.size:
-        table = ops.sinusoidal_table(int(positions.array.max()) + 1, width, max_wavelength)
-        return g.constant(table[positions.array])
-    # The operation's own arithmetic: see `SinusoidalEncoding.call`.
+        return g.constant(wave_table(positions.array, frequencies, quarters))
+    # The arithmetic of `ops.positions.waves`.
     positions = g.unsqueeze(g.cast(positions, "int32"), [positions.rank])
-    blocks = g.scalar(_BLOCK, "int32")
+    blocks = g.scalar(BLOCK, "int32")
     block = g.cast(g.op("Div", positions, blocks), "float32")
     offset = g.cast(g.op("Mod", positions, blocks), "float32")
     block_turns, block_rest, offset_turns, offset_rest, phase = (
-        g.constant(turns) for turns in _turns(width, max_wavelength)
+        g.constant(part) for part in turns(frequencies, quarters)
     )
     exact = add(g, _fraction(g, g.op("Mul", block, block_turns)), _fraction(g, g.op("Mul", offset, offset_turns)))
     exact = _fraction(g, add(g, exact, phase))
     rest = add(g, g.op("Mul", block, block_rest), g.op("Mul", offset, offset_rest))
-    turns = _fraction(g, add(g, exact, rest))
-    return g.op("Sin", g.op("Mul", turns, g.scalar(2 * np.pi, "float32")))
+    angle = _fraction(g, add(g, exact, rest))
+    return g.op("Sin", g.op("Mul", angle, g.scalar(2 * np.pi, "float32")))
 
 
-def _fraction(g, turns):
-    return g.op("Sub", turns, g.op("Round", turns))
+def _fraction(g, angle):
+    return g.op("Sub", angle, g.op("Round", angle))

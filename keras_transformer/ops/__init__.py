@@ -9,16 +9,22 @@ from keras_transformer.ops.positions import (
     sinusoidal_encoding,
     sinusoidal_table,
 )
+from keras_transformer.ops.rotary import RotaryEncoding, Rotate, rotary_encoding, rotary_frequencies, rotate
 
 __all__ = [
     "Attention",
     "CausalMask",
+    "RotaryEncoding",
+    "Rotate",
     "SinusoidalEncoding",
     "SquareCausalMask",
     "WriteCache",
     "attention",
     "causal_mask",
     "positions",
+    "rotary_encoding",
+    "rotary_frequencies",
+    "rotate",
     "sinusoidal_encoding",
     "sinusoidal_table",
     "square_causal_mask",

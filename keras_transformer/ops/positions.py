@@ -1,4 +1,4 @@
-"""Positions of tokens, and their sinusoidal encoding as one operation, accurate at any position."""
+"""Positions of tokens, and sines and cosines of them, accurate at any position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_transformer.ops._operation import run
 
-_BLOCK = 4096
+BLOCK = 4096
 
 
 def positions(length: Any, start: Any = None) -> Any:
@@ -49,8 +49,7 @@ def sinusoidal_encoding(positions: Any, d_model: int, max_wavelength: float = 10
 
 def sinusoidal_table(length: int, d_model: int, max_wavelength: float = 10000) -> np.ndarray:
     """The encoding of positions 0 … length-1, computed in float64 and rounded once to float32 (length, d_model)."""
-    angles = np.arange(length)[:, None] * _frequencies(d_model, max_wavelength)
-    return np.where(np.arange(d_model) % 2, np.cos(angles), np.sin(angles)).astype("float32")
+    return wave_table(np.arange(length), *sinusoidal_waves(d_model, max_wavelength))
 
 
 class SinusoidalEncoding(keras.Operation):
@@ -67,38 +66,57 @@ class SinusoidalEncoding(keras.Operation):
     @staticmethod
     def compute(positions, d_model, max_wavelength):
         """See `sinusoidal_encoding`."""
-        # p = block · 4096 + offset, and angles are counted in turns, of which only the fraction matters. Each factor
-        # is split into 12 bits, whose product with a 12-bit number is exact in float32, and a small remainder.
-        positions = ops.expand_dims(ops.cast(positions, "int32"), -1)
-        block = ops.cast(ops.floor_divide(positions, _BLOCK), "float32")
-        offset = ops.cast(ops.mod(positions, _BLOCK), "float32")
-        block_turns, block_rest, offset_turns, offset_rest, phase = (
-            ops.convert_to_tensor(turns) for turns in _turns(d_model, max_wavelength)
-        )
-        exact = _fraction(_fraction(block * block_turns) + _fraction(offset * offset_turns) + phase)
-        turns = _fraction(exact + (block * block_rest + offset * offset_rest))
-        return ops.sin(turns * (2 * np.pi))
+        return waves(positions, *sinusoidal_waves(d_model, max_wavelength))
 
     def compute_output_spec(self, positions):
         return keras.KerasTensor((*positions.shape, self.d_model), "float32")
 
 
-def _fraction(turns):
-    """The same angle within half a turn."""
-    return turns - ops.round(turns)
+def sinusoidal_waves(d_model: int, max_wavelength: float) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The frequencies and quarter turns of `waves` that make the sinusoidal encoding."""
+    columns = np.arange(d_model)
+    return tuple(float(max_wavelength) ** (-(columns // 2 * 2) / d_model)), tuple(columns % 2)
 
 
-def _frequencies(d_model, max_wavelength):
-    return float(max_wavelength) ** (-(np.arange(d_model) // 2 * 2) / d_model)
+def waves(positions: Any, frequencies: tuple[float, ...], quarters: tuple[int, ...]) -> Any:
+    """`sin(position · frequency + quarter · π/2)`, float32 (B|1, T, number of frequencies), within 1e-6 up to 2**24.
+
+    Args:
+        positions: integers (B|1, T), not negative.
+        frequencies: radians a position.
+        quarters: for each frequency 0 for the sine or 1 for the cosine.
+    """
+    # p = block · 4096 + offset, and angles are counted in turns, of which only the fraction matters. Each factor is
+    # split into 12 bits, whose product with a 12-bit number is exact in float32, and a small remainder.
+    positions = ops.expand_dims(ops.cast(positions, "int32"), -1)
+    block = ops.cast(ops.floor_divide(positions, BLOCK), "float32")
+    offset = ops.cast(ops.mod(positions, BLOCK), "float32")
+    block_turns, block_rest, offset_turns, offset_rest, phase = (
+        ops.convert_to_tensor(part) for part in turns(frequencies, quarters)
+    )
+    exact = _fraction(_fraction(block * block_turns) + _fraction(offset * offset_turns) + phase)
+    angle = _fraction(exact + (block * block_rest + offset * offset_rest))
+    return ops.sin(angle * (2 * np.pi))
+
+
+def _fraction(angle):
+    """The same angle, in turns, within half a turn."""
+    return angle - ops.round(angle)
 
 
 @functools.lru_cache(maxsize=32)
-def _turns(d_model, max_wavelength):
+def turns(frequencies: tuple[float, ...], quarters: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     """Turns a block and turns a position, each as (12 bits, remainder), and the quarter turn that makes a cosine."""
-    per_position = _frequencies(d_model, max_wavelength) / (2 * np.pi)
+    per_position = np.array(frequencies) / (2 * np.pi)
     parts = []
-    for turns in (_BLOCK * per_position, per_position):
-        turns = turns - np.round(turns)
-        coarse = np.round(turns * _BLOCK) / _BLOCK
-        parts += [coarse, turns - coarse]
-    return tuple(part.astype("float32") for part in (*parts, np.arange(d_model) % 2 / 4))
+    for factor in (BLOCK * per_position, per_position):
+        factor = factor - np.round(factor)
+        coarse = np.round(factor * BLOCK) / BLOCK
+        parts += [coarse, factor - coarse]
+    return tuple(part.astype("float32") for part in (*parts, np.array(quarters) / 4))
+
+
+def wave_table(positions: np.ndarray, frequencies: tuple[float, ...], quarters: tuple[int, ...]) -> np.ndarray:
+    """`waves` of known positions, computed in float64 and rounded once to float32."""
+    angles = np.asarray(positions)[..., None] * np.array(frequencies)
+    return np.where(np.array(quarters), np.cos(angles), np.sin(angles)).astype("float32")
