@@ -43,14 +43,13 @@ def dense(x, weights, name):
     return np.asarray(x, "float64") @ weights[f"{name}/kernel"] + weights.get(f"{name}/bias", 0.0)
 
 
-def multi_head_attention(x, memory, weights, num_heads, mask=None, causal=False):
-    """(output (B, T, D), weights (B, N, T, S))."""
-
-    def heads(y):
-        return y.reshape(*y.shape[:2], num_heads, -1)
-
+def multi_head_attention(x, memory, weights, num_heads, mask=None, causal=False, positions=None):
+    """(output (B, T, D), weights (B, N, T, S)); with `positions` (B|1, T) queries and keys are rotated."""
     query, key, value = dense(x, weights, "query"), dense(memory, weights, "key"), dense(memory, weights, "value")
-    output, scores = attention(heads(query), heads(key), heads(value), mask, causal)
+    query, key, value = (y.reshape(*y.shape[:2], -1, query.shape[-1] // num_heads) for y in (query, key, value))
+    if positions is not None:
+        query, key = rotate(query, positions), rotate(key, positions)
+    output, scores = attention(query, key, value, mask, causal)
     return dense(output.reshape(*output.shape[:2], -1), weights, "output"), scores
 
 

@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 from keras import layers, ops
 
+from keras_transformer import ops as kt
 from keras_transformer.export import (
     ExportError,
     TraceError,
@@ -107,6 +108,28 @@ def test_the_exported_encoder_equals_keras_at_any_shape(tmp_path, shape):
     (actual,) = run(tmp_path / "m.onnx", {"token_ids": ids})
     # float32 sums in another order, through two blocks.
     np.testing.assert_allclose(actual, numpy(model(ids)), atol=2e-5)
+
+
+def test_rotary_grouped_attention_is_three_nodes(tmp_path):
+    class Rotated(keras.layers.Layer):
+        def build(self, input_shape):
+            self.attention = MultiHeadSelfAttention(4, num_kv_heads=2, causal=True)
+            self.attention.build(input_shape)
+
+        def call(self, x):
+            encoding = kt.rotary_encoding(kt.positions(ops.shape(x)[1]), kt.rotary_frequencies(2))
+            return self.attention(x, rotary=encoding)
+
+    inputs = keras.Input((None, 12), name="x")
+    model = randomise(keras.Model(inputs, Rotated()(inputs)))
+    export(model, tmp_path / "m.onnx", verify=False)
+    count = operators(tmp_path / "m.onnx")
+    assert (count["Attention"], count["RotaryEmbedding"], count["MatMul"]) == (1, 2, 4)
+    assert not {"Transpose", "Where", "Tile"} & set(count)
+    for shape in ((1, 1, 12), (2, 3, 12), (3, 40, 12)):
+        x = np.random.default_rng(1).normal(size=shape).astype("float32")
+        (actual,) = run(tmp_path / "m.onnx", {"x": x})
+        np.testing.assert_allclose(actual, numpy(model(x)), atol=2e-5)  # float32 sums in another order
 
 
 def test_decoders_equal_keras_at_any_shape(tmp_path):

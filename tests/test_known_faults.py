@@ -135,6 +135,7 @@ _ATTENTION = {
     "kernel_initializer": "he_normal",
     "bias_initializer": "ones",
     "seed": 7,
+    "num_kv_heads": 1,
 }
 _BLOCK = {
     "num_heads": 3,
@@ -318,6 +319,10 @@ CALL_ARGUMENTS = {
     "attention_mask": lambda layer, given: (given, {**given, "attention_mask": _attention_mask(layer, given)}),
     "cache": lambda layer, given: (given, _cached(layer, given, 0)),
     "start": lambda layer, given: (_cached(layer, given, 0), _cached(layer, given, 2)),
+    "rotary": lambda layer, given: (
+        given,
+        {**given, "rotary": numpy(kt.rotary_encoding(kt.positions(T, 3), kt.rotary_frequencies(2)))},
+    ),
     "memory_cache": lambda layer, given: (
         given,
         {"x": given["x"], "memory_cache": layer.project_memory(2 * given["memory"])},

@@ -33,6 +33,7 @@ ATTENTION = {
     "kernel_initializer": "he_normal",
     "bias_initializer": "ones",
     "seed": 3,
+    "num_kv_heads": 1,
 }
 SELF_ATTENTION = {**ATTENTION, "causal": True}
 BLOCK = {

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_transformer import ops as kt
 from keras_transformer.layers import CausalMask, CrossAttention, MultiHeadSelfAttention
 from tests import checks, reference
 from tests.checks import close, implicit_mask, numpy, randomize, weights_of
@@ -36,7 +37,9 @@ def masked(array, mask):
 
 
 class TestTruth:
-    @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"head_dim": 5}, {"use_bias": False}])
+    @pytest.mark.parametrize(
+        "arguments", [{}, {"causal": True}, {"head_dim": 5}, {"use_bias": False}, {"num_kv_heads": 1}]
+    )
     def test_self_attention(self, arguments):
         layer = self_attention(**arguments)
         causal = arguments.get("causal", False)
@@ -44,12 +47,29 @@ class TestTruth:
         close(numpy(layer(X, padding_mask=PADDING, return_weights=True)), expected)
         close(numpy(layer(X, padding_mask=PADDING)), expected[0])
 
-    @pytest.mark.parametrize("arguments", [{}, {"head_dim": 5}, {"use_bias": False}])
+    @pytest.mark.parametrize("arguments", [{}, {"head_dim": 5}, {"use_bias": False}, {"num_kv_heads": 1}])
     def test_cross_attention(self, arguments):
         layer = cross_attention(**arguments)
         expected = reference.multi_head_attention(X, MEMORY, weights_of(layer), N, MEMORY_PADDING[:, None])
         close(numpy(layer(X, MEMORY, padding_mask=MEMORY_PADDING, return_weights=True)), expected)
         close(numpy(layer(X, MEMORY, padding_mask=MEMORY_PADDING)), expected[0])
+
+    @pytest.mark.parametrize("num_kv_heads", [None, 1])
+    def test_rotary(self, num_kv_heads):
+        layer = self_attention(causal=True, num_kv_heads=num_kv_heads)
+        positions = np.array([[4, 5, 6, 7, 8], [0, 0, 0, 1, 2]], "int32")  # the second row is padded on the left
+        encoding = kt.rotary_encoding(ops.convert_to_tensor(positions), kt.rotary_frequencies(D // N))
+        expected = reference.multi_head_attention(X, X, weights_of(layer), N, None, True, positions)[0]
+        close(numpy(layer(X, rotary=encoding)), expected)
+
+    def test_grouped_heads_equal_repeated_ones(self):
+        grouped, full = self_attention(num_kv_heads=1), self_attention()
+        for name in ("query_dense", "output_dense"):
+            getattr(full, name).set_weights(getattr(grouped, name).get_weights())
+        for name in ("key_dense", "value_dense"):
+            kernel, bias = getattr(grouped, name).get_weights()
+            getattr(full, name).set_weights([np.tile(kernel, (1, N)), np.tile(bias, N)])
+        close(numpy(full(X, padding_mask=PADDING)), numpy(grouped(X, padding_mask=PADDING)))
 
     def test_equals_the_attention_of_keras(self):
         layer = self_attention(causal=True)
@@ -265,6 +285,24 @@ class TestCache:
                 outputs.append(numpy(output))
             close(np.concatenate(outputs, 1), expected)
 
+    @pytest.mark.parametrize("start", [0, None])
+    def test_rotary_and_grouped_heads(self, start):
+        """Keys are rotated by their own positions before they are written."""
+        layer = self_attention(causal=True, num_kv_heads=1)
+        encoding = kt.rotary_encoding(kt.positions(T), kt.rotary_frequencies(D // N))
+        expected = numpy(layer(X, rotary=encoding))
+        cache = tuple(ops.zeros((B, 0 if start is None else T, *layer.kv_shape)) for _ in range(2))
+        outputs = []
+        for first, last in ((0, 3), (3, 4), (4, 5)):
+            output, cache = layer(
+                X[:, first:last],
+                cache=cache,
+                start=None if start is None else first,
+                rotary=encoding[:, first:last],
+            )
+            outputs.append(numpy(output))
+        close(np.concatenate(outputs, 1), expected)
+
     def test_rows_at_different_positions(self):
         """Row 0 has three tokens and row 1 one; each gets its next token at its own slot."""
         layer = self_attention(causal=True)
@@ -347,6 +385,8 @@ class TestRefuses:
             ({"num_heads": 2.0}, "num_heads=2.0"),
             ({"num_heads": 2, "head_dim": 0}, "head_dim=0"),
             ({"num_heads": 2, "head_dim": -3}, "head_dim=-3"),
+            ({"num_heads": 4, "num_kv_heads": 3}, "num_heads=4, num_kv_heads=3"),
+            ({"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads=0"),
             ({"num_heads": True}, "num_heads=True"),
             ({"num_heads": 2, "dropout": 1.0}, "dropout=1.0"),
             ({"num_heads": 2, "dropout": None}, "dropout=None"),

@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_transformer._validation import positive_integers, rates, sequence_width
 from keras_transformer.layers.masks import check_attention_mask, check_padding_mask, combine_masks, padding_mask_of
-from keras_transformer.ops import WriteCache, attention, causal_mask, positions, write_cache
+from keras_transformer.ops import WriteCache, attention, causal_mask, positions, rotate, write_cache
 from keras_transformer.ops.attention import agree
 from keras_transformer.ops.masks import as_causal
 
@@ -17,13 +17,30 @@ from keras_transformer.ops.masks import as_causal
 class _MultiHeadAttention(keras.layers.Layer):
     """What both attentions share: the four projections and their arguments."""
 
-    def __init__(self, num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs):
+    def __init__(
+        self,
+        num_heads,
+        head_dim,
+        num_kv_heads,
+        dropout,
+        use_bias,
+        kernel_initializer,
+        bias_initializer,
+        seed,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
-        positive_integers(num_heads=num_heads, **({} if head_dim is None else {"head_dim": head_dim}))
+        given = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
+        positive_integers(**{name: value for name, value in given.items() if name == "num_heads" or value is not None})
+        if num_kv_heads is not None and num_heads % num_kv_heads:
+            raise ValueError(
+                f"`num_kv_heads` must divide `num_heads`. Received: num_heads={num_heads}, num_kv_heads={num_kv_heads}"
+            )
         rates(dropout=dropout)
         self.supports_masking = True
         self.num_heads = num_heads
         self.head_dim = head_dim
+        self.num_kv_heads = num_kv_heads
         self.dropout = dropout
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
@@ -42,8 +59,9 @@ class _MultiHeadAttention(keras.layers.Layer):
             )
         self.width = self.num_heads * (self.head_dim or d_model // self.num_heads)
         self.query_dense = self._dense("query", self.width, x_shape)
-        self.key_dense = self._dense("key", self.width, memory_shape)
-        self.value_dense = self._dense("value", self.width, memory_shape)
+        kv_heads, head_dim = self.kv_shape
+        self.key_dense = self._dense("key", kv_heads * head_dim, memory_shape)
+        self.value_dense = self._dense("value", kv_heads * head_dim, memory_shape)
         self.output_dense = self._dense("output", d_model, (*x_shape[:-1], self.width))
 
     def _dense(self, name, units, input_shape):
@@ -59,16 +77,18 @@ class _MultiHeadAttention(keras.layers.Layer):
         return dense
 
     def _heads(self, dense, x):
-        """What `dense` makes of `x` (B, T, D), by heads: (B, T, N, H)."""
+        """What `dense` makes of `x` (B, T, D), by heads: (B, T, N, H), or (B, T, K, H) for keys and values."""
+        head_dim = self.kv_shape[1]
+        heads = (dense.units // head_dim, head_dim)
         if _einsum_serves(dense):
-            return self._einsum("btd,dnh->btnh", x, dense, (-1, *self._head_shape()), self._head_shape())
-        return ops.reshape(dense(x), (-1, ops.shape(x)[1], *self._head_shape()))
+            return self._einsum("btd,dnh->btnh", x, dense, (-1, *heads), heads)
+        return ops.reshape(dense(x), (-1, ops.shape(x)[1], *heads))
 
     def _merged(self, x):
         """What the output projection makes of heads (B, T, N, H): (B, T, D)."""
         dense = self.output_dense
         if _einsum_serves(dense):
-            return self._einsum("btnh,nhd->btd", x, dense, (*self._head_shape(), -1), (-1,))
+            return self._einsum("btnh,nhd->btd", x, dense, (self.num_heads, self.kv_shape[1], -1), (-1,))
         return dense(ops.reshape(x, (-1, ops.shape(x)[1], self.width)))
 
     def _einsum(self, equation, x, dense, kernel_shape, bias_shape):
@@ -88,20 +108,22 @@ class _MultiHeadAttention(keras.layers.Layer):
         return self._merged(output), weights
 
     def _check_cache(self, cache, x):
-        """Raises ValueError unless `cache` is None or a pair of (B, S, N, H) for `x` (B, T, D)."""
+        """Raises ValueError unless `cache` is None or a pair of (B, S, K, H) for `x` (B, T, D)."""
         if cache is None:
             return
         shapes = [tuple(getattr(part, "shape", ())) for part in cache] if isinstance(cache, tuple | list) else []
-        wanted = (x.shape[0], shapes[0][1] if shapes and len(shapes[0]) > 1 else None, *self._head_shape())
+        wanted = (x.shape[0], shapes[0][1] if shapes and len(shapes[0]) > 1 else None, *self.kv_shape)
         if len(shapes) != 2 or not all(len(shape) == 4 and all(map(agree, shape, wanted)) for shape in shapes):
             raise ValueError(
                 "`cache` must be a pair (keys, values), each of shape (batch, slots, heads, head width), here "
-                f"{(x.shape[0], 'slots', *self._head_shape())}. Received: "
+                f"{(x.shape[0], 'slots', *self.kv_shape)}. Received: "
                 f"{f'shapes {shapes}' if shapes else type(cache).__name__}"
             )
 
-    def _head_shape(self):
-        return self.num_heads, self.width // self.num_heads
+    @property
+    def kv_shape(self):
+        """The number K of key and value heads, and the width H of each head, once built."""
+        return self.num_kv_heads or self.num_heads, self.width // self.num_heads
 
     def _output_specs(self, x, slots, return_weights, cache):
         """The specs of what `call` returns; `cache` is None, or the specs of the pair."""
@@ -115,6 +137,7 @@ class _MultiHeadAttention(keras.layers.Layer):
             **super().get_config(),
             "num_heads": self.num_heads,
             "head_dim": self.head_dim,
+            "num_kv_heads": self.num_kv_heads,
             "dropout": self.dropout,
             "use_bias": self.use_bias,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
@@ -136,6 +159,8 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         kernel_initializer: initializer of the projections' kernels.
         bias_initializer: initializer of the projections' biases.
         seed: seed of the dropout.
+        num_kv_heads: number K of key and value heads, each of which serves N / K query heads in a row: grouped-query
+            attention (https://arxiv.org/abs/2305.13245), or multi-query with 1; `num_heads` if None.
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
@@ -149,9 +174,20 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         kernel_initializer: Any = "glorot_uniform",
         bias_initializer: Any = "zeros",
         seed: int | None = None,
+        num_kv_heads: int | None = None,
         **kwargs,
     ):
-        super().__init__(num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs)
+        super().__init__(
+            num_heads,
+            head_dim,
+            num_kv_heads,
+            dropout,
+            use_bias,
+            kernel_initializer,
+            bias_initializer,
+            seed,
+            **kwargs,
+        )
         self.causal = causal
 
     def build(self, input_shape):
@@ -164,6 +200,7 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         attention_mask: Any = None,
         cache: tuple[Any, Any] | None = None,
         start: Any = None,
+        rotary: Any = None,
         return_weights: bool = False,
         training: bool | None = None,
         mask: Any = None,
@@ -177,8 +214,9 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
                 wins over the implicit Keras mask of `x`, which counts without a cache only.
             attention_mask: boolean or integer, (B|1, T, S) or (B|1, N|1, T, S), True = may attend. With a cache it
                 stands in for the causal mask, and a causal layer that is given none takes positions for slots.
-            cache: the pair (keys, values) of earlier tokens, each (B, S, N, H); see `ops.write_cache`.
+            cache: the pair (keys, values) of earlier tokens, each (B, S, K, H); see `ops.write_cache`.
             start: with a cache, the slot of the first token of `x`: an integer or (B,). None: append to the cache.
+            rotary: `ops.rotary_encoding` (B|1, T, 2R) of the positions of `x`, by which queries and keys are rotated.
             return_weights: also return the attention weights (B, N, T, S).
             training: whether to apply dropout.
             mask: the implicit mask, filled in by Keras.
@@ -192,6 +230,8 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         """
         self._check(x, padding_mask, attention_mask, cache, start)
         query, key, value = (self._heads(dense, x) for dense in (self.query_dense, self.key_dense, self.value_dense))
+        if rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
         implicit = (mask, x_mask) if cache is None else ()
         padding_mask = padding_mask_of(padding_mask, *implicit)
         attention_mask, square = as_causal(attention_mask)
@@ -212,12 +252,15 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         attention_mask=None,
         cache=None,
         start=None,
+        rotary=None,
         return_weights=False,
         training=None,
         mask=None,
         x_mask=None,
     ):
         slots = self._check(x, padding_mask, attention_mask, cache, start)
+        if rotary is not None:
+            rotate(keras.KerasTensor((*x.shape[:2], *self.kv_shape)), rotary)  # raises on shapes that do not fit
         cache = None if cache is None else cache_specs(cache, x, start)
         return self._output_specs(x, slots, return_weights, cache)
 
@@ -254,6 +297,8 @@ class CrossAttention(_MultiHeadAttention):
         kernel_initializer: initializer of the projections' kernels.
         bias_initializer: initializer of the projections' biases.
         seed: seed of the dropout.
+        num_kv_heads: number K of key and value heads, each of which serves N / K query heads in a row: grouped-query
+            attention (https://arxiv.org/abs/2305.13245), or multi-query with 1; `num_heads` if None.
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
@@ -266,9 +311,20 @@ class CrossAttention(_MultiHeadAttention):
         kernel_initializer: Any = "glorot_uniform",
         bias_initializer: Any = "zeros",
         seed: int | None = None,
+        num_kv_heads: int | None = None,
         **kwargs,
     ):
-        super().__init__(num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, **kwargs)
+        super().__init__(
+            num_heads,
+            head_dim,
+            num_kv_heads,
+            dropout,
+            use_bias,
+            kernel_initializer,
+            bias_initializer,
+            seed,
+            **kwargs,
+        )
 
     def build(self, x_shape, memory_shape):
         self._build(x_shape, memory_shape)
@@ -312,7 +368,7 @@ class CrossAttention(_MultiHeadAttention):
         return results(output, weights, None)
 
     def project_memory(self, memory: Any) -> tuple[Any, Any]:
-        """The memory's keys and values, each (B, S, N, H), to be reused as `cache`."""
+        """The memory's keys and values, each (B, S, K, H), to be reused as `cache`."""
         if not self.built:
             raise ValueError(f"{self.name} has no weights yet: call it once, or call `build(x_shape, memory_shape)`.")
         sequence_width(memory.shape, "memory")

@@ -280,8 +280,7 @@ class TransformerDecoder(_Stack):
         """
         if not self.built:
             raise ValueError(f"{self.name} is not built: call it once, or call `build(x_shape, memory_shape)`.")
-        attention = self.blocks[0].self_attention
-        shape = (batch_size, length, self.num_heads, attention.width // self.num_heads)
+        shape = (batch_size, length, *self.blocks[0].self_attention.kv_shape)
         dtype = dtype or self.compute_dtype
         return tuple((ops.zeros(shape, dtype), ops.zeros(shape, dtype)) for _ in self.blocks)
 
