@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -157,7 +158,9 @@ _positive.__name__ = "whole number"  # what argparse calls it
 
 def _backend(sub):
     sub.add_argument(
-        "--backend", choices=BACKENDS, help="Keras backend (default: KERAS_BACKEND, else Keras' own setting)"
+        "--backend",
+        choices=BACKENDS,
+        help="Keras backend (default: KERAS_BACKEND, else the only one installed, else Keras' own setting)",
     )
 
 
@@ -322,7 +325,10 @@ def _load(options):
 
 
 def _need_backend():
-    """The `keras` module; says how to install the chosen backend where it is missing."""
+    """The `keras` module, on the only backend installed if none is named; says how to install one that is missing."""
+    installed = [name for name in BACKENDS if importlib.util.find_spec(name)]
+    if len(installed) == 1:
+        os.environ.setdefault("KERAS_BACKEND", *installed)  # Keras itself takes TensorFlow, installed or not
     try:
         import keras
     except ModuleNotFoundError as error:

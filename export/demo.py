@@ -7,6 +7,8 @@ import json
 import os
 import pathlib
 import random
+import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -181,7 +183,8 @@ def run(
         say(f"{name:24}{results[f'{key}_exact_match']:>12.1%}{'' if speed is None else f'{speed:,.0f}':>14}")
     say(f"Largest difference of any number: {report.max_error:.2g}. Time: {results['seconds']:.0f} s.")
     say(f"In {output}: model.keras, onnx/, loss.png, attention.png, results.json. Try:")
-    say(f'  echo "the fifth of May, nineteen ninety-nine" | keras-transformer translate {output / "onnx"}')
+    command = "keras-transformer" if shutil.which("keras-transformer") else sys.argv[0]  # of `make demo`: .venv/bin/…
+    say(f'  echo "the fifth of May, nineteen ninety-nine" | {command} translate {output / "onnx"}')
     return results
 
 

@@ -1,6 +1,7 @@
 import datetime
 import importlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -165,6 +166,23 @@ def test_missing_backend_is_explained(tmp_path, backend):
     command = [sys.executable, "-c", code, "verify", str(tmp_path / "x.keras"), "x.onnx", "--backend", backend]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and f"keras-transformer-onnx[{backend}]" in result.stderr
+
+
+def test_the_only_backend_installed_is_used(monkeypatch, tmp_path):
+    (tmp_path / "no.keras").touch()
+    find_spec = importlib.util.find_spec
+    for installed, chosen in ((["jax"], "jax"), (["torch"], "torch"), (["jax", "torch"], None), ([], None)):
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *package, has=installed: name in has if name in cli.BACKENDS else find_spec(name, *package),
+        )
+        monkeypatch.delenv("KERAS_BACKEND", raising=False)
+        assert cli.main(["verify", str(tmp_path / "no.keras"), "no.onnx"]) == 2
+        assert os.environ.get("KERAS_BACKEND") == chosen
+        monkeypatch.setenv("KERAS_BACKEND", "mine")
+        assert cli.main(["verify", str(tmp_path / "no.keras"), "no.onnx"]) == 2
+        assert os.environ["KERAS_BACKEND"] == "mine"
 
 
 def test_dates_in_words():
