@@ -101,7 +101,6 @@ def test_the_encoder_graph_has_one_node_for_each_thing(tmp_path):
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (5, 9), (3, 40)])
 def test_the_exported_encoder_equals_keras_at_any_shape(tmp_path, shape):
-    """Case C23."""
     model = encoder_model()
     export(model, tmp_path / "m.onnx", verify=False)
     ids = np.random.default_rng(1).integers(1, 31, shape).astype("int32")
@@ -133,7 +132,7 @@ def test_rotary_grouped_attention_is_three_nodes(tmp_path):
 
 
 def test_decoders_equal_keras_at_any_shape(tmp_path):
-    """Case C23, for a decoder alone, and for encoder and decoder with lengths of their own."""
+    """For a decoder alone, and for encoder and decoder with lengths of their own."""
     source, target = (keras.Input((None,), dtype="int32", name=name) for name in ("source", "target"))
     arguments = {"num_layers": 1, "num_heads": 3, "d_ff": 20, "dropout": 0.1}
 
@@ -158,7 +157,7 @@ def test_decoders_equal_keras_at_any_shape(tmp_path):
 
 @pytest.mark.parametrize("optimised", [True, False])
 def test_wholly_padded_rows_are_finite_and_equal_keras(tmp_path, optimised):
-    """Case C25, with a padding mask as an input of the graph."""
+    """With a padding mask as an input of the graph."""
     x = keras.Input((None, 12), name="x")
     mask = keras.Input((None,), dtype="bool", name="padding_mask")
     model = randomise(keras.Model([x, mask], TransformerEncoder(2, num_heads=3, d_ff=20)(x, padding_mask=mask)))
@@ -174,7 +173,7 @@ def test_wholly_padded_rows_are_finite_and_equal_keras(tmp_path, optimised):
 
 
 def test_dropout_is_not_in_the_graph_after_training(tmp_path):
-    """Case C27: exported right after `fit`, and inside a callback; training goes on with dropout active."""
+    """Exported right after `fit`, and inside a callback; training goes on with dropout active."""
     model = encoder_model(dropout=0.5)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     rng = np.random.default_rng(0)

@@ -151,7 +151,7 @@ def test_everything_reloads_in_a_fresh_process(name, reloaded):
 
 
 def test_twin_stacks_keep_their_own_weights(tmp_path):
-    """C16: two stacks with default names in one model are saved and loaded apart."""
+    """Two stacks with default names in one model are saved and loaded apart."""
 
     def make():
         inputs = [keras.Input((None, 6)) for _ in range(2)]

@@ -126,7 +126,7 @@ class TestMasks:
         assert implicit_mask(cross_attention()(X, memory)) is None
 
     def test_ranks_agree_when_batch_heads_and_length_are_equal(self):
-        """C07: a (4, 4) mask is about rows and keys, never about heads or queries."""
+        """A (4, 4) mask is about rows and keys, never about heads or queries."""
         x = np.random.default_rng(1).normal(size=(4, 4, 16)).astype("float32")
         lengths = [4, 3, 2, 1]
         padding = np.arange(4)[None] < np.array(lengths)[:, None]
@@ -144,7 +144,7 @@ class TestMasks:
             layer(x, attention_mask=padding)
 
     def test_queries_see_the_memory_by_its_own_mask(self):
-        """C03: the target's length and causality play no part."""
+        """The target's length and causality play no part."""
         layer = cross_attention()
         memory, mask = MEMORY[:1].copy(), MEMORY_PADDING[:1]
         output, weights = numpy(layer(X[:1], memory, padding_mask=mask, return_weights=True))
@@ -159,7 +159,7 @@ class TestMasks:
 
     @pytest.mark.parametrize("policy", ["float32", "float16", "mixed_float16", "bfloat16", "mixed_bfloat16"])
     def test_no_mask_constant_overflows(self, policy):
-        """C05: scores of -40 and -41, the third key masked; then every key masked."""
+        """Scores of -40 and -41, the third key masked; then every key masked."""
         layer = CrossAttention(1, kernel_initializer="ones", dtype=policy)
         x, memory = np.array([[[-10.0]]], "float32"), np.array([[[4.0], [4.1], [7.0]]], "float32")
         tolerance = 1e-4 if policy == "float32" else 0.02 if "float16" in policy and "b" not in policy else 0.05

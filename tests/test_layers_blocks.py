@@ -82,7 +82,7 @@ class TestTruth:
 
 
 class TestParameters:
-    """C14: `build` alone makes every weight."""
+    """`build` alone makes every weight."""
 
     @pytest.mark.parametrize("layers, extra", [(1, 0), (3, 32)])
     def test_counts(self, layers, extra):
@@ -169,7 +169,7 @@ class TestMasks:
         )
 
     def test_a_wholly_padded_row(self):
-        """C01: finite, and without effect on the other row's outputs and gradients."""
+        """Finite, and without effect on the other row's outputs and gradients."""
         x = np.random.default_rng(3).normal(size=(2, 4, 8)).astype("float32")
         mask = np.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)
         encoder = TransformerEncoder(2, 2, 11, dropout=0.0)

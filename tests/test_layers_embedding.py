@@ -102,7 +102,7 @@ class TestTokenEmbedding:
 class TestSinusoidalPositions:
     @pytest.mark.parametrize("width", [1, 3, 5, 8, 29])
     def test_adds_the_encoding_at_any_width(self, width):
-        """C08 among them."""
+        """Odd widths among them."""
         x = np.random.default_rng(0).normal(size=(2, 17, width)).astype("float32")
         expected = x + reference.sinusoidal_encoding(np.arange(17), width)
         close(numpy(SinusoidalPositionalEncoding()(x)), expected, 2e-6)

@@ -113,7 +113,7 @@ class _TorchStep:
     """A step recorded once as a flat graph of torch's own operations, for one set of shapes.
 
     Keras' layers cost Python time at every step, several times that of the arithmetic at these sizes; the graph has
-    none of them. That also makes it what `torch.compile` takes: on `Layer` objects it gives up at its recompile limit.
+    none of them, and `torch.compile` takes it as it is.
     """
 
     _compiler_works = True
