@@ -57,7 +57,8 @@ def test_trains_resumes_exports_and_scores(translate, arguments, tmp_path, capsy
     assert {path.name for path in (run / "onnx").iterdir()} >= {"encoder.onnx", "decoder.onnx", "tokenizer.json"}
     scores = json.loads((run / "scores.json").read_text())
     assert scores["sentences"] == 25 and scores["bleu"]["Keras"] == pytest.approx(scores["bleu"]["ONNX Runtime"])
-    assert len((run / "test.onnx.txt").read_text(encoding="utf-8").splitlines()) == 25
+    # Not `splitlines`: an untrained model may write characters that Python takes for ends of lines.
+    assert (run / "test.onnx.txt").read_text(encoding="utf-8").count("\n") == 25
 
 
 def test_a_run_goes_on_with_its_own_settings_only(translate, arguments, tmp_path):

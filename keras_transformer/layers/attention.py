@@ -80,14 +80,14 @@ class _MultiHeadAttention(keras.layers.Layer):
         """What `dense` makes of `x` (B, T, D), by heads: (B, T, N, H), or (B, T, K, H) for keys and values."""
         head_dim = self.kv_shape[1]
         heads = (dense.units // head_dim, head_dim)
-        if _einsum_serves(dense):
+        if _einsum_serves(dense, x):
             return self._einsum("btd,dnh->btnh", x, dense, (-1, *heads), heads)
         return ops.reshape(dense(x), (-1, ops.shape(x)[1], *heads))
 
     def _merged(self, x):
         """What the output projection makes of heads (B, T, N, H): (B, T, D)."""
         dense = self.output_dense
-        if _einsum_serves(dense):
+        if _einsum_serves(dense, x):
             return self._einsum("btnh,nhd->btd", x, dense, (self.num_heads, self.kv_shape[1], -1), (-1,))
         return dense(ops.reshape(x, (-1, ops.shape(x)[1], self.width)))
 
@@ -409,13 +409,13 @@ class CrossAttention(_MultiHeadAttention):
         return tuple(x_shape)
 
 
-def _einsum_serves(dense):
+def _einsum_serves(dense, x):
     """Whether a projection is best taken as a product by heads, its kernel (D, N, H).
 
     On JAX: XLA then lays the result out as attention reads it, which saves a fifth of the layer's time on a CPU (see
-    benchmarks/projection_layout.py). TensorFlow loses by it, torch neither gains nor loses.
+    docs/benchmarks.md). TensorFlow loses by it, torch neither gains nor loses. A trace is the same on every backend.
     """
-    return keras.config.backend() == "jax" and dense.quantization_mode is None
+    return keras.config.backend() == "jax" and dense.quantization_mode is None and not keras.utils.is_keras_tensor(x)
 
 
 def results(output: Any, weights: Any, cache: Any) -> Any:
