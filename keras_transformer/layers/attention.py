@@ -19,19 +19,20 @@ class _MultiHeadAttention(keras.layers.Layer):
 
     def __init__(
         self,
-        num_heads,
-        head_dim,
-        num_kv_heads,
-        dropout,
-        use_bias,
-        kernel_initializer,
-        bias_initializer,
-        seed,
+        num_heads: int,
+        head_dim: int | None = None,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        kernel_initializer: Any = "glorot_uniform",
+        bias_initializer: Any = "zeros",
+        seed: int | None = None,
+        num_kv_heads: int | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
-        given = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
-        positive_integers(**{name: value for name, value in given.items() if name == "num_heads" or value is not None})
+        positive_integers(num_heads=num_heads)
+        optional = {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
+        positive_integers(**{name: value for name, value in optional.items() if value is not None})
         if num_kv_heads is not None and num_heads % num_kv_heads:
             raise ValueError(
                 f"`num_kv_heads` must divide `num_heads`. Received: num_heads={num_heads}, num_kv_heads={num_kv_heads}"
@@ -80,16 +81,25 @@ class _MultiHeadAttention(keras.layers.Layer):
         """What `dense` makes of `x` (B, T, D), by heads: (B, T, N, H), or (B, T, K, H) for keys and values."""
         head_dim = self.kv_shape[1]
         heads = (dense.units // head_dim, head_dim)
-        if _einsum_serves(dense, x):
+        if self._by_heads(dense, x):
             return self._einsum("btd,dnh->btnh", x, dense, (-1, *heads), heads)
         return ops.reshape(dense(x), (-1, ops.shape(x)[1], *heads))
 
     def _merged(self, x):
         """What the output projection makes of heads (B, T, N, H): (B, T, D)."""
         dense = self.output_dense
-        if _einsum_serves(dense, x):
+        if self._by_heads(dense, x):
             return self._einsum("btnh,nhd->btd", x, dense, (self.num_heads, self.kv_shape[1], -1), (-1,))
         return dense(ops.reshape(x, (-1, ops.shape(x)[1], self.width)))
+
+    def _by_heads(self, dense, x):
+        """Whether a projection is best taken as a product by heads, its kernel (D, N, H).
+
+        On JAX: XLA then lays the result out as attention reads it (docs/benchmarks.md has the ratios). TensorFlow loses
+        by it, torch neither gains nor loses. A trace is the same on every backend.
+        """
+        plain = dense.quantization_mode is not None or keras.utils.is_keras_tensor(x)
+        return keras.config.backend() == "jax" and not plain
 
     def _einsum(self, equation, x, dense, kernel_shape, bias_shape):
         # The casts that Keras makes in a call of `dense`.
@@ -178,15 +188,7 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         **kwargs,
     ):
         super().__init__(
-            num_heads,
-            head_dim,
-            num_kv_heads,
-            dropout,
-            use_bias,
-            kernel_initializer,
-            bias_initializer,
-            seed,
-            **kwargs,
+            num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, num_kv_heads, **kwargs
         )
         self.causal = causal
 
@@ -302,30 +304,6 @@ class CrossAttention(_MultiHeadAttention):
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int | None = None,
-        dropout: float = 0.0,
-        use_bias: bool = True,
-        kernel_initializer: Any = "glorot_uniform",
-        bias_initializer: Any = "zeros",
-        seed: int | None = None,
-        num_kv_heads: int | None = None,
-        **kwargs,
-    ):
-        super().__init__(
-            num_heads,
-            head_dim,
-            num_kv_heads,
-            dropout,
-            use_bias,
-            kernel_initializer,
-            bias_initializer,
-            seed,
-            **kwargs,
-        )
-
     def build(self, x_shape, memory_shape):
         self._build(x_shape, memory_shape)
 
@@ -407,15 +385,6 @@ class CrossAttention(_MultiHeadAttention):
 
     def compute_output_shape(self, x_shape, memory_shape=None):
         return tuple(x_shape)
-
-
-def _einsum_serves(dense, x):
-    """Whether a projection is best taken as a product by heads, its kernel (D, N, H).
-
-    On JAX: XLA then lays the result out as attention reads it, which saves a fifth of the layer's time on a CPU (see
-    docs/benchmarks.md). TensorFlow loses by it, torch neither gains nor loses. A trace is the same on every backend.
-    """
-    return keras.config.backend() == "jax" and dense.quantization_mode is None and not keras.utils.is_keras_tensor(x)
 
 
 def results(output: Any, weights: Any, cache: Any) -> Any:

@@ -73,6 +73,37 @@ class Configured(keras.layers.Layer):
 class _Block(Configured):
     """A block: sub-layers, each with a residual connection, a layer norm and a dropout of its own."""
 
+    _causal = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        d_ff: int,
+        head_dim: int | None = None,
+        dropout: float = 0.0,
+        activation: Any = "relu",
+        norm_first: bool = False,
+        layer_norm_epsilon: float = 1e-6,
+        kernel_initializer: Any = "glorot_uniform",
+        **kwargs,
+    ):
+        super().__init__(
+            num_heads,
+            d_ff,
+            head_dim,
+            dropout,
+            activation,
+            norm_first,
+            layer_norm_epsilon,
+            kernel_initializer,
+            **kwargs,
+        )
+        self.self_attention = self._attention(MultiHeadSelfAttention, "self_attention", causal=self._causal)
+        self.self_attention_dropout = self._dropout("self_attention_dropout")
+        self.cross_attention = None  # a decoder's `build` makes it, where there is a memory
+        self.feed_forward = self._feed_forward()
+        self.feed_forward_dropout = self._dropout("feed_forward_dropout")
+
     def _attention(self, cls, name, **kwargs):
         return cls(
             self.num_heads,
@@ -118,34 +149,6 @@ class TransformerEncoderBlock(_Block):
         kernel_initializer: initializer of all kernels.
         **kwargs: `name`, `dtype`, `trainable`.
     """
-
-    def __init__(
-        self,
-        num_heads: int,
-        d_ff: int,
-        head_dim: int | None = None,
-        dropout: float = 0.0,
-        activation: Any = "relu",
-        norm_first: bool = False,
-        layer_norm_epsilon: float = 1e-6,
-        kernel_initializer: Any = "glorot_uniform",
-        **kwargs,
-    ):
-        super().__init__(
-            num_heads,
-            d_ff,
-            head_dim,
-            dropout,
-            activation,
-            norm_first,
-            layer_norm_epsilon,
-            kernel_initializer,
-            **kwargs,
-        )
-        self.self_attention = self._attention(MultiHeadSelfAttention, "self_attention")
-        self.self_attention_dropout = self._dropout("self_attention_dropout")
-        self.feed_forward = self._feed_forward()
-        self.feed_forward_dropout = self._dropout("feed_forward_dropout")
 
     def build(self, input_shape):
         self.self_attention.build(input_shape)
@@ -219,34 +222,7 @@ class TransformerDecoderBlock(_Block):
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        d_ff: int,
-        head_dim: int | None = None,
-        dropout: float = 0.0,
-        activation: Any = "relu",
-        norm_first: bool = False,
-        layer_norm_epsilon: float = 1e-6,
-        kernel_initializer: Any = "glorot_uniform",
-        **kwargs,
-    ):
-        super().__init__(
-            num_heads,
-            d_ff,
-            head_dim,
-            dropout,
-            activation,
-            norm_first,
-            layer_norm_epsilon,
-            kernel_initializer,
-            **kwargs,
-        )
-        self.self_attention = self._attention(MultiHeadSelfAttention, "self_attention", causal=True)
-        self.self_attention_dropout = self._dropout("self_attention_dropout")
-        self.cross_attention = None
-        self.feed_forward = self._feed_forward()
-        self.feed_forward_dropout = self._dropout("feed_forward_dropout")
+    _causal = True
 
     def build(self, x_shape, memory_shape=None):
         self.self_attention.build(x_shape)

@@ -20,12 +20,34 @@ from keras_transformer.layers.masks import padding_mask_of
 class _Stack(Configured):
     """Blocks in a row, and with pre-norm a last layer norm."""
 
-    def __init__(self, num_layers, block, **kwargs):
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        num_layers: int = 6,
+        num_heads: int = 8,
+        d_ff: int = 2048,
+        dropout: float = 0.1,
+        norm_first: bool = False,
+        activation: Any = "relu",
+        head_dim: int | None = None,
+        layer_norm_epsilon: float = 1e-6,
+        kernel_initializer: Any = "glorot_uniform",
+        **kwargs,
+    ):
+        super().__init__(
+            num_heads=num_heads,
+            d_ff=d_ff,
+            head_dim=head_dim,
+            dropout=dropout,
+            activation=activation,
+            norm_first=norm_first,
+            layer_norm_epsilon=layer_norm_epsilon,
+            kernel_initializer=kernel_initializer,
+            **kwargs,
+        )
         positive_integers(num_layers=num_layers)
         self.num_layers = num_layers
         self.blocks = [
-            block(
+            self._block(
                 self.num_heads,
                 self.d_ff,
                 self.head_dim,
@@ -71,32 +93,7 @@ class TransformerEncoder(_Stack):
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
-    def __init__(
-        self,
-        num_layers: int = 6,
-        num_heads: int = 8,
-        d_ff: int = 2048,
-        dropout: float = 0.1,
-        norm_first: bool = False,
-        activation: Any = "relu",
-        head_dim: int | None = None,
-        layer_norm_epsilon: float = 1e-6,
-        kernel_initializer: Any = "glorot_uniform",
-        **kwargs,
-    ):
-        super().__init__(
-            num_layers,
-            TransformerEncoderBlock,
-            num_heads=num_heads,
-            d_ff=d_ff,
-            head_dim=head_dim,
-            dropout=dropout,
-            activation=activation,
-            norm_first=norm_first,
-            layer_norm_epsilon=layer_norm_epsilon,
-            kernel_initializer=kernel_initializer,
-            **kwargs,
-        )
+    _block = TransformerEncoderBlock
 
     def build(self, input_shape):
         self._build(input_shape)
@@ -164,32 +161,7 @@ class TransformerDecoder(_Stack):
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
-    def __init__(
-        self,
-        num_layers: int = 6,
-        num_heads: int = 8,
-        d_ff: int = 2048,
-        dropout: float = 0.1,
-        norm_first: bool = False,
-        activation: Any = "relu",
-        head_dim: int | None = None,
-        layer_norm_epsilon: float = 1e-6,
-        kernel_initializer: Any = "glorot_uniform",
-        **kwargs,
-    ):
-        super().__init__(
-            num_layers,
-            TransformerDecoderBlock,
-            num_heads=num_heads,
-            d_ff=d_ff,
-            head_dim=head_dim,
-            dropout=dropout,
-            activation=activation,
-            norm_first=norm_first,
-            layer_norm_epsilon=layer_norm_epsilon,
-            kernel_initializer=kernel_initializer,
-            **kwargs,
-        )
+    _block = TransformerDecoderBlock
 
     def build(self, x_shape, memory_shape=None):
         self._build(x_shape, memory_shape)
