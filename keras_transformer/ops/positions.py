@@ -72,6 +72,7 @@ class SinusoidalEncoding(keras.Operation):
         return keras.KerasTensor((*positions.shape, self.d_model), "float32")
 
 
+@functools.lru_cache(maxsize=32)
 def sinusoidal_waves(d_model: int, max_wavelength: float) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """The frequencies and quarter turns of `waves` that make the sinusoidal encoding."""
     columns = np.arange(d_model)
