@@ -59,14 +59,16 @@ def model(block, options: argparse.Namespace, dropout: float, jit: bool) -> kera
     return made
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The command line's sizes."""
+def arguments(description: str, **switches: str) -> argparse.Namespace:
+    """The command line's sizes, and switches with their help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
+    for name, text in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     return parser.parse_args()
 
 

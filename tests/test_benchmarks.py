@@ -1,0 +1,73 @@
+"""The benchmarks run, at sizes too small for their figures to mean anything."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SMALL = ["--layers", "1", "--width", "8", "--batch", "2", "--rounds", "1"]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a benchmark as it is run: its folder on the path, with these arguments."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def import_(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        return importlib.import_module(name)
+
+    yield import_
+    for path in BENCHMARKS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def ratios(text, columns):
+    """The last columns of each line that ends with that many numbers."""
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append([float(word) for word in line.split()[-columns:]])
+        except ValueError:
+            continue
+    return [row for row in found if len(row) == columns]
+
+
+def test_training_step(load, capsys):
+    benchmark = load("train_step", *SMALL, "--length", "3")
+    blocks = {name: block for name, block in benchmark.BLOCKS.items() if name != "keras_hub" or has("keras_hub")}
+    benchmark.table(blocks, benchmark.arguments(""), dropouts=(0.0,), jits=(False,))
+    ((*found,),) = ratios(capsys.readouterr().out, len(blocks) - 1)
+    assert all(ratio > 0 for ratio in found)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_projection_layouts(load, capsys, whole):
+    benchmark = load("projection_layout", *SMALL, "--length", "3")
+    benchmark.table(benchmark.blocks(whole), benchmark.arguments(""), dropouts=(0.0,), jits=(False,))
+    ((*found,),) = ratios(capsys.readouterr().out, 4)
+    assert all(ratio > 0 for ratio in found)
+
+
+def test_generation(load, capsys):
+    load("generate", *SMALL, "--tokens", "3", "--source-length", "5").main()
+    rows = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert {"recomputation", "step by step", "ONNX Runtime"} <= {name.strip() for name in rows}
+    assert all(float(ratio) > 0 for ratio in rows.values())
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.filterwarnings("ignore")  # of Keras' own export and of torch's
+def test_latency(load, capsys):
+    benchmark = load("onnx_latency", *SMALL[:4], "--rounds", "1")
+    benchmark.LENGTHS = (2, 5)
+    benchmark.main()
+    rows = ratios(capsys.readouterr().out, 2 if has("onnxscript") else 1)
+    assert len(rows) >= 2 * 2 * 2 and all(ratio > 0 for row in rows for ratio in row)
+
+
+def has(module):
+    return importlib.util.find_spec(module) is not None
