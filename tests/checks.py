@@ -361,7 +361,7 @@ for folder in pathlib.Path(sys.argv[1]).iterdir():
     other.load_weights(folder / "model.weights.h5")
     found = {}
     for kind, model in ("weight", loaded), ("weight by itself", other):
-        found |= {f"{kind} {number}, {weight.path}": weight for number, weight in enumerate(model.weights)}
+        found |= {f"{kind} {number}, {weight.name}": weight for number, weight in enumerate(model.weights)}
     # Compiled on JAX, which compiles each operation for each shape otherwise.
     outputs = loaded.predict_on_batch(given) if keras.config.backend() == "jax" else loaded(given)
     found |= {f"output {number}": output for number, output in enumerate(keras.tree.flatten(outputs))}
@@ -372,12 +372,13 @@ for folder in pathlib.Path(sys.argv[1]).iterdir():
 """
 
 
-def reload(models, directory):
+def reload(models, directory, setup=""):
     """Saves models, loads them all in one new process, and says by name what that found and what was to be found.
 
     Args:
         models: by name a model, its inputs by name, and labels if it is compiled, else None.
         directory: for the files.
+        setup: code that the new process runs first, such as the import of users' own classes.
     """
     wanted = {}
     for name, (model, inputs, labels) in models.items():
@@ -389,14 +390,16 @@ def reload(models, directory):
         outputs = model(inputs)
         found = {}
         for kind in ("weight", "weight by itself"):
-            found |= {f"{kind} {number}, {weight.path}": weight for number, weight in enumerate(model.weights)}
+            found |= {f"{kind} {number}, {weight.name}": weight for number, weight in enumerate(model.weights)}
         found |= {f"output {number}": output for number, output in enumerate(keras.tree.flatten(outputs))}
         if labels is not None:
             found |= {f"optimizer {number}": value for number, value in enumerate(model.optimizer.variables)}
             found["loss"] = model.compute_loss(inputs, labels, outputs)
         wanted[name] = {key: ops.convert_to_numpy(value) for key, value in found.items()}
     root = pathlib.Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", _RELOAD, directory], check=True, env={**os.environ, "PYTHONPATH": str(root)})
+    subprocess.run(
+        [sys.executable, "-c", setup + _RELOAD, directory], check=True, env={**os.environ, "PYTHONPATH": str(root)}
+    )
     return {name: (dict(np.load(directory / name / "found.npz")), wanted[name]) for name in models}
 
 

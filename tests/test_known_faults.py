@@ -3,23 +3,15 @@
 Each class has the fault's name for a subject, and asserts the law that the fault breaks in every form.
 """
 
-import importlib
-import inspect
 import json
 import os
 import re
-import subprocess
-import sys
-import warnings
 
 import keras
 import numpy as np
-import onnx
 import pytest
 from keras import ops
 
-import keras_transformer
-from keras_transformer import layers, losses, metrics, models, schedules
 from keras_transformer import ops as kt
 from keras_transformer.export import (
     ExportError,
@@ -29,7 +21,6 @@ from keras_transformer.export import (
     register_lowering,
 )
 from keras_transformer.layers import (
-    CausalMask,
     CrossAttention,
     FeedForward,
     MultiHeadSelfAttention,
@@ -42,6 +33,29 @@ from keras_transformer.layers import (
 )
 from keras_transformer.models import Transformer
 from tests import reference
+from tests.arguments import (
+    IDS,
+    MEMORY,
+    MEMORY_IDS,
+    MEMORY_PADDING,
+    PADDING,
+    RNG,
+    B,
+    D,
+    E,
+    F,
+    N,
+    S,
+    T,
+    V,
+    X,
+    base_of,
+    built,
+    parameters_of,
+    toy,
+    with_argument,
+    with_call_argument,
+)
 from tests.checks import close, gradients, implicit_mask, numpy, quick, randomize, run_onnx
 from tests.forms import (
     FORMS,
@@ -53,299 +67,6 @@ from tests.forms import (
     in_every_form,
     program,
 )
-
-B, T, S, D, E, F, N, V = 3, 5, 7, 6, 13, 11, 2, 17
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(B, T, D)).astype("float32")
-MEMORY = RNG.normal(size=(B, S, E)).astype("float32")
-# Padding at the end, in the middle and at the start; padding alone.
-IDS = np.array([[3, 1, 4, 0, 0], [5, 0, 2, 6, 0], [0, 0, 0, 0, 0]], "int32")
-MEMORY_IDS = np.array([[9, 2, 16, 3, 0, 0, 0], [0, 0, 8, 1, 0, 5, 7], [0] * 7], "int32")
-PADDING, MEMORY_PADDING = IDS != 0, MEMORY_IDS != 0
-
-
-TRANSFORMER = {"source_vocabulary_size": 17, "target_vocabulary_size": 19, "d_model": D, "num_layers": 1}
-# What every public class with weights is made with, where it has no default.
-REQUIRED = {"num_heads": N, "d_ff": F, "num_layers": 1, "vocabulary_size": V, "d_model": D}
-
-
-def built(layer, *shapes):
-    layer.build(*shapes)
-    return layer
-
-
-def with_argument(name):
-    """Every public layer and model whose constructor takes the argument."""
-    classes = [getattr(module, each) for module in (layers, models) for each in module.__all__]
-    found = [cls for cls in classes if name in inspect.signature(cls.__init__).parameters]
-    assert found
-    return found
-
-
-def toy(cls, **arguments):
-    """A small instance with random weights, and inputs by name."""
-    inputs = inputs_of(cls)
-    return randomize(built_for(cls(**{**base_of(cls), **arguments}), inputs)), inputs
-
-
-def inputs_of(cls):
-    """Inputs by name for a layer or model of the class."""
-    if cls is Transformer:
-        return {"source": MEMORY_IDS, "target": IDS}
-    if cls is TokenEmbedding:
-        return {"x": IDS}
-    return {"x": X, "memory": MEMORY} if "memory" in inspect.signature(cls.call).parameters else {"x": X}
-
-
-def built_for(layer, inputs):
-    """The layer, built as a call with the inputs would build it."""
-    if layer.built:
-        return layer
-    return built(layer, *((None, *array.shape[1:]) for array in inputs.values()))
-
-
-def public_classes():
-    """Every public class that Keras saves by a config."""
-    found = [getattr(module, name) for module in (layers, models) for name in module.__all__]
-    for name in keras_transformer._SUBMODULES:
-        if name in ("export", "layers", "models", "plot", "text"):
-            continue  # ours above, or nothing that Keras saves
-        module = importlib.import_module(f"keras_transformer.{name}")
-        for each in vars(module).values():
-            own = inspect.isclass(each) and each.__module__ == module.__name__ and not each.__name__.startswith("_")
-            if own and hasattr(each, "get_config"):
-                found.append(each)
-    return found
-
-
-def parameters_of(cls):
-    """The parameters of a constructor, without those that it hands to Keras."""
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(cls.__init__).parameters.items()
-        if name not in ("self", "kwargs")
-    }
-
-
-_ATTENTION = {
-    "num_heads": 3,
-    "head_dim": 5,
-    "dropout": 0.5,
-    "use_bias": False,
-    "kernel_initializer": "he_normal",
-    "bias_initializer": "ones",
-    "seed": 7,
-    "num_kv_heads": 1,
-}
-_BLOCK = {
-    "num_heads": 3,
-    "d_ff": 7,
-    "head_dim": 5,
-    "dropout": 0.5,
-    "activation": "gelu",
-    "norm_first": True,
-    "layer_norm_epsilon": 0.3,
-    "kernel_initializer": "he_normal",
-}
-_STACK = {**_BLOCK, "num_layers": 2}
-# For each public class every argument, with a value that differs from `base_of`.
-ARGUMENTS = {
-    MultiHeadSelfAttention: {**_ATTENTION, "causal": True},
-    CrossAttention: _ATTENTION,
-    FeedForward: {"d_ff": 7, "activation": "gelu", "kernel_initializer": "he_normal"},
-    TransformerEncoderBlock: _BLOCK,
-    TransformerDecoderBlock: _BLOCK,
-    TransformerEncoder: _STACK,
-    TransformerDecoder: _STACK,
-    TokenEmbedding: {
-        "vocabulary_size": 19,
-        "d_model": 5,
-        "scale": False,
-        "mask_zero": False,
-        "embeddings_initializer": "he_normal",
-    },
-    SinusoidalPositionalEncoding: {"max_wavelength": 500},
-    CausalMask: {},
-    Transformer: {
-        "source_vocabulary_size": 23,
-        "target_vocabulary_size": 23,
-        "num_layers": 2,
-        "d_model": 10,
-        "num_heads": 3,
-        "d_ff": 7,
-        "dropout": 0.5,
-        "activation": "gelu",
-        "norm_first": True,
-        "share_embeddings": True,
-        "tie_output": False,
-        "max_length": 8,
-        "start_id": 3,
-        "end_id": 4,
-        "seed": 5,
-    },
-    losses.MaskedCrossentropy: {
-        "label_smoothing": 0.3,
-        "ignore_id": 1,
-        "normalizer": "constant",
-        "token_count": 7,
-        "name": "another",
-    },
-    metrics.MaskedAccuracy: {"ignore_id": 1, "name": "another", "dtype": "float16"},
-    metrics.Perplexity: {"ignore_id": 1, "name": "another", "dtype": "float16"},
-    schedules.InverseSqrtWarmup: {"d_model": 7, "warmup_steps": 5, "scale": 2.0, "name": "another"},
-}
-# What an argument needs beside it to have a meaning: (in both, with the changed value only).
-TOGETHER = {
-    "seed": ({"dropout": 0.5}, {}),
-    "share_embeddings": ({"source_vocabulary_size": 19}, {}),
-    "normalizer": ({}, {"token_count": 5}),
-    "token_count": ({"normalizer": "constant", "token_count": 5}, {}),
-}
-
-
-def base_of(cls):
-    """The smallest set of arguments that makes an instance."""
-    required = TRANSFORMER if cls is Transformer else {}
-    accepted = parameters_of(cls)
-    small = {name: value for name, value in {**REQUIRED, **required}.items() if name in accepted}
-    return {**small, "dropout": 0.0} if "dropout" in accepted else small
-
-
-def variants(cls, name):
-    """Arguments that differ in one only (and what that one needs)."""
-    both, changed = TOGETHER.get(name, ({}, {}))
-    both = {key: value for key, value in both.items() if key in parameters_of(cls)}
-    base = {**base_of(cls), **both}
-    return base, {**base, **changed, name: ARGUMENTS[cls][name]}
-
-
-# What `observe` saw of the instances that several arguments are held against.
-OBSERVED = {}
-
-
-def observed_by(name):
-    """How the effect of a constructor argument is seen."""
-    if name in ("dropout", "seed"):
-        return "training"
-    return "generation" if name in ("start_id", "end_id", "max_length") else "inference"
-
-
-def observe(cls, arguments, way):
-    """What an instance does that its arguments may change: arrays, names and numbers."""
-    keras.utils.set_random_seed(11)
-    instance = cls(**arguments)
-    rng = np.random.default_rng(3)
-    labels, logits = rng.integers(0, 5, (3, 7)), rng.normal(size=(3, 7, 5)).astype("float32")
-    if isinstance(instance, keras.losses.Loss):
-        return [instance.name, numpy(instance(labels, logits))]
-    if isinstance(instance, keras.metrics.Metric):
-        instance.update_state(labels, logits)
-        return [instance.name, numpy(instance.result()), *(str(v.dtype) for v in instance.variables)]
-    if isinstance(instance, keras.optimizers.schedules.LearningRateSchedule):
-        return [instance.name, *(numpy(instance(step)) for step in (0, 3, 11))]
-    inputs = inputs_of(cls)
-    built_for(instance, inputs)
-    seen = [numpy(weight.value) for weight in instance.weights]
-    randomize(instance)
-    call = instance if cls is Transformer else lambda given, **kwargs: instance(**given, **kwargs)
-    output = call(inputs)
-    seen += [numpy(output), None if (mask := implicit_mask(output)) is None else numpy(mask)]
-    if way == "training":
-        keras.utils.set_random_seed(12)
-        seen.append(numpy(call(inputs, training=True)))
-    if way == "generation":
-        # What the loop of generation is given.
-        instance._generator.generate = lambda source, start, length, rules, compile: [*start, length, rules.end_id]
-        seen += instance.generate(MEMORY_IDS[:2])
-    return seen
-
-
-def same(one, other):
-    """Whether two observations agree."""
-    return len(one) == len(other) and all(
-        np.shape(a) == np.shape(b) and (np.allclose(a, b, atol=1e-6) if isinstance(a, np.ndarray) else a == b)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def json_copy(instance):
-    """A serialized instance, as it is read from a file."""
-    return json.loads(json.dumps(keras.saving.serialize_keras_object(instance)))
-
-
-def plain(value):
-    """A value of a config or an attribute, in a form that compares."""
-    if isinstance(value, keras.initializers.Initializer):
-        return keras.initializers.serialize(value)
-    if isinstance(value, dict):
-        return {key: item for key, item in value.items() if key != "shared_object_id"}
-    return value
-
-
-IMPLICIT = {"x", "inputs", "memory", "mask", "x_mask", "memory_mask"}
-
-
-def calls_of(cls):
-    """The arguments of a call, without its tensors and the masks that Keras fills in."""
-    return [name for name in inspect.signature(cls.call).parameters if name not in IMPLICIT | {"self"}]
-
-
-def with_call_argument(name):
-    return [cls for cls in ARGUMENTS if issubclass(cls, keras.layers.Layer) and name in calls_of(cls)]
-
-
-def _cached(layer, inputs, start):
-    """A call with a cache of other numbers than zero."""
-    rng = np.random.default_rng(7)
-    pair = tuple(rng.normal(size=(B, S, N, D // N)).astype("float32") for _ in range(2))
-    cache = (pair,) if isinstance(layer, TransformerDecoder) else pair
-    if isinstance(layer, CrossAttention):
-        return {"x": inputs["x"], "cache": cache}
-    return {**inputs, "cache": cache, "start": start}
-
-
-def _attention_mask(layer, inputs):
-    slots = S if isinstance(layer, CrossAttention) else T
-    return np.abs(np.arange(T)[:, None] - np.arange(slots))[None] < 2
-
-
-# By name, what a call is given without an argument and with it.
-CALL_ARGUMENTS = {
-    "padding_mask": lambda layer, given: (
-        given,
-        {**given, "padding_mask": MEMORY_PADDING if isinstance(layer, CrossAttention) else PADDING},
-    ),
-    "memory_padding_mask": lambda layer, given: (given, {**given, "memory_padding_mask": MEMORY_PADDING}),
-    "attention_mask": lambda layer, given: (given, {**given, "attention_mask": _attention_mask(layer, given)}),
-    "cache": lambda layer, given: (given, _cached(layer, given, 0)),
-    "start": lambda layer, given: (_cached(layer, given, 0), _cached(layer, given, 2)),
-    "rotary": lambda layer, given: (
-        given,
-        {**given, "rotary": numpy(kt.rotary_encoding(kt.positions(T, 3), kt.rotary_frequencies(2)))},
-    ),
-    "memory_cache": lambda layer, given: (
-        given,
-        {"x": given["x"], "memory_cache": layer.project_memory(2 * given["memory"])},
-    ),
-    "return_weights": lambda layer, given: (given, {**given, "return_weights": True}),
-    "training": lambda layer, given: (
-        ({"inputs": given}, {"inputs": given, "training": True})
-        if isinstance(layer, Transformer)
-        else (given, {**given, "training": True})
-    ),
-    "reverse": lambda layer, given: ({"x": X}, {"x": X, "reverse": True}),
-    "positions": lambda layer, given: (
-        given,
-        {
-            **given,
-            "positions": np.arange(T, dtype="int32")[None] + 3,
-            **({"key_positions": np.arange(S)[None]} if isinstance(layer, CausalMask) else {}),
-        },
-    ),
-    "key_positions": lambda layer, given: tuple(
-        {**given, "positions": np.arange(T)[None], "key_positions": np.arange(T)[None] + shift} for shift in (0, 1)
-    ),
-}
 
 
 def without_padding(ids):
@@ -690,128 +411,6 @@ class TestCachedQueries:
             close(weights[..., :5], weights_of_all[:, :, 4:])
             assert (weights[..., :5] > 1e-4).all() and not weights[..., 5:].any()
             assert new_key.shape[1] == (5 if form == "growing" else S)
-
-
-class TestRoundTrips:
-    """An argument that `get_config` forgets."""
-
-    def test_every_public_class_is_registered_and_has_arguments_here(self):
-        registered = {
-            name.partition(">")[2]: cls
-            for name, cls in keras.saving.get_custom_objects().items()
-            if name.startswith("keras_transformer>")
-        }
-        assert registered == {cls.__name__: cls for cls in public_classes()}
-        assert set(registered) == {cls.__name__ for cls in ARGUMENTS}
-        for cls, arguments in ARGUMENTS.items():
-            assert set(arguments) == set(parameters_of(cls)), cls
-
-    @pytest.mark.parametrize("cls, name", [(cls, name) for cls in ARGUMENTS for name in ARGUMENTS[cls]])
-    def test_every_argument_survives(self, cls, name):
-        _, changed = variants(cls, name)
-        instance = cls(**changed)
-        config = instance.get_config()
-        default = parameters_of(cls)[name].default if name in parameters_of(cls) else None
-        assert changed[name] != default
-        copies = [cls.from_config(config), keras.saving.deserialize_keras_object(json_copy(instance))]
-        for copy in copies:
-            assert type(copy) is cls
-            assert copy.get_config() == config
-            assert plain(getattr(copy, name)) == plain(getattr(instance, name))
-        assert plain(config[name]) != plain(cls(**variants(cls, name)[0]).get_config()[name])
-
-    @pytest.mark.parametrize("cls", ARGUMENTS)
-    @pytest.mark.parametrize("name", ["name", "dtype", "trainable"])
-    def test_so_do_those_of_keras(self, cls, name):
-        if not issubclass(cls, keras.layers.Layer):
-            pytest.skip("has them by name, or not at all")
-        value = {"name": "another", "dtype": "mixed_bfloat16", "trainable": False}[name]
-        instance = cls(**base_of(cls), **{name: value})
-        copy = keras.saving.deserialize_keras_object(json_copy(instance))
-        assert copy.get_config() == instance.get_config()
-        for one in (instance, copy):
-            found = one.dtype_policy.name if name == "dtype" else getattr(one, name)
-            assert found == value
-            inner = [layer for layer in one._flatten_layers() if layer is not one]
-            if name == "dtype":
-                assert {layer.dtype_policy.name for layer in inner} <= {value}
-            if name == "trainable":
-                assert not one.trainable_weights
-
-
-class TestArguments:
-    """An argument that is accepted and ignored."""
-
-    @pytest.mark.parametrize("cls, name", [(cls, name) for cls in ARGUMENTS for name in ARGUMENTS[cls]])
-    def test_every_argument_of_a_constructor_changes_something(self, cls, name):
-        if cls is Transformer and name == "seed":
-            base, changed = ({**base_of(cls), "seed": seed} for seed in (3, 4))
-        else:
-            base, changed = variants(cls, name)
-        if (key := (cls, repr(base), observed_by(name))) not in OBSERVED:
-            first, again = (observe(cls, base, observed_by(name)) for _ in range(2))
-            assert same(first, again), "equal arguments give equal observations"
-            OBSERVED[key] = first
-        assert not same(OBSERVED[key], observe(cls, changed, observed_by(name)))
-
-    @pytest.mark.parametrize(
-        "cls, name", [(cls, name) for cls in ARGUMENTS if issubclass(cls, keras.layers.Layer) for name in calls_of(cls)]
-    )
-    def test_every_argument_of_a_call_changes_something(self, cls, name):
-        layer, inputs = toy(cls, **({"dropout": 0.5} if name == "training" else {}))
-        base, changed = CALL_ARGUMENTS[name](layer, dict(inputs))
-        results = []
-        for arguments in (base, changed):
-            keras.utils.set_random_seed(5)
-            results.append(flat(layer(arguments.pop("inputs"), **arguments) if "inputs" in arguments
-                                else layer(**arguments)))  # fmt: skip
-        assert not same(*results)
-
-    @pytest.mark.parametrize("cls", ARGUMENTS)
-    def test_unknown_arguments_are_refused(self, cls):
-        with pytest.raises((TypeError, ValueError), match="sliding_window"):
-            cls(**base_of(cls), sliding_window=3)
-        if not issubclass(cls, keras.layers.Layer):
-            return
-        layer, inputs = toy(cls)
-        symbolic = {name: keras.Input(x.shape[1:], dtype=str(x.dtype)) for name, x in inputs.items()}
-        for given in (inputs, symbolic):
-            with pytest.raises(TypeError, match="use_gate"):
-                layer(given, use_gate=True) if cls is Transformer else layer(**given, use_gate=True)
-
-    @pytest.mark.parametrize("cls", [TransformerDecoderBlock, TransformerDecoder])
-    def test_a_mask_of_a_memory_needs_a_memory(self, cls):
-        layer = built(cls(**base_of(cls)), (None, None, D))
-        for x, mask in (
-            (X, MEMORY_PADDING),
-            (keras.KerasTensor((None, None, D)), keras.KerasTensor((None, None), "bool")),
-        ):
-            with pytest.raises(ValueError, match="built without a memory.*Received: a mask of a memory"):
-                layer(x, memory_padding_mask=mask)
-
-
-class TestHeads:
-    """A width that the heads do not divide, accepted silently."""
-
-    @pytest.mark.parametrize("heads", [4, 7])
-    @pytest.mark.parametrize("cls", with_argument("num_heads"))
-    def test_the_error_names_both(self, cls, heads):
-        message = f"`num_heads` must divide.*num_heads={heads}, width {D}"
-        arguments = {**base_of(cls), "num_heads": heads}
-        if cls is Transformer:
-            with pytest.raises(ValueError, match=message):
-                cls(**arguments)
-            return
-        memory = "memory" in inspect.signature(cls.call).parameters
-        shapes = [(None, None, D), (None, None, E)][: 1 + memory]
-        with pytest.raises(ValueError, match=message):
-            cls(**arguments).build(*shapes)
-        for make in (keras.Input, keras.KerasTensor, ops.zeros):
-            tensors = [make((3, 5, shape[-1])[make is keras.Input :]) for shape in shapes]
-            with pytest.raises(ValueError, match=message):
-                cls(**arguments)(*tensors)
-        # A head width of one's own makes any number of heads right.
-        assert cls(**arguments, head_dim=5)(*map(keras.KerasTensor, shapes)).shape == shapes[0]
 
 
 class TestPrecedence:
@@ -1178,192 +777,6 @@ class TestCachedDecoders:
         expected = numpy(quick(whole)(ids[:, :-1]))
         close(np.concatenate(logits, 1), expected)
         np.testing.assert_array_equal(ids[:, 3:], expected[:, 2:].argmax(-1))
-
-
-@keras.saving.register_keras_serializable("tests")
-class TutorialBlock(keras.layers.Layer):
-    """The block of the best-known tutorials, of our layers: neither `build` nor `get_config`."""
-
-    def __init__(self, num_heads, d_ff, rate=0.1, **kwargs):
-        super().__init__(**kwargs)
-        self.attention = MultiHeadSelfAttention(num_heads)
-        self.feed_forward = FeedForward(d_ff)
-        self.norms = [keras.layers.LayerNormalization(epsilon=1e-6) for _ in range(2)]
-        self.dropouts = [keras.layers.Dropout(rate) for _ in range(2)]
-
-    def call(self, x, training=None):
-        x = self.norms[0](x + self.dropouts[0](self.attention(x), training=training))
-        return self.norms[1](x + self.dropouts[1](self.feed_forward(x), training=training))
-
-
-@keras.saving.register_keras_serializable("tests")
-class BuiltBlock(TutorialBlock):
-    """The same with the `build` that Keras asks for."""
-
-    def build(self, shape):
-        for layer in (self.attention, self.feed_forward, *self.norms):
-            layer.build(shape)
-
-
-@keras.saving.register_keras_serializable("tests")
-class LouderBlock(TransformerEncoderBlock):
-    """A user's subclass of ours, with an argument of its own."""
-
-    def __init__(self, *args, gain=2.0, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.gain = gain
-
-    def call(self, x, **kwargs):
-        return self.gain * super().call(x, **kwargs)
-
-    def get_config(self):
-        return {**super().get_config(), "gain": self.gain}
-
-
-@keras.saving.register_keras_serializable("tests")
-class QuietAttention(MultiHeadSelfAttention):
-    """A user's subclass of ours with nothing but a call."""
-
-    def call(self, x, padding_mask=None, mask=None):
-        return super().call(x, padding_mask=padding_mask, mask=mask) / 3
-
-
-@keras.saving.register_keras_serializable("tests")
-class Gpt(keras.layers.Layer):
-    """A whole decoder-only model as a part of another."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.embedding, self.encoding = TokenEmbedding(V, D), SinusoidalPositionalEncoding()
-        self.decoder = TransformerDecoder(2, N, F)
-
-    def build(self, shape):
-        self.embedding.build(shape)
-        self.decoder.build((*shape, D))
-
-    def call(self, ids):
-        return self.embedding(self.decoder(self.encoding(self.embedding(ids))), reverse=True)
-
-
-def twin_stacks():
-    """Two separately made stacks of the same sizes, each for an input of its own."""
-    inputs = {name: keras.Input((None, D), name=name) for name in "ab"}
-    return keras.Model(inputs, [TransformerEncoder(2, N, F)(x) for x in inputs.values()])
-
-
-def twin_models():
-    """Two whole decoder-only models of the same sizes in one parent."""
-    ids = keras.Input((None,), dtype="int32", name="ids")
-    return keras.Model({"ids": ids}, [Gpt()(ids) for _ in range(2)])
-
-
-def blocks_of_users():
-    x = keras.Input((None, D), name="x")
-    layers_ = (TutorialBlock(N, F), BuiltBlock(N, F), LouderBlock(N, F, gain=3.0), QuietAttention(N))
-    return keras.Model({"x": x}, [layer(x) for layer in layers_])
-
-
-def blocks_of_ours():
-    """Every layer of ours that takes and gives a sequence."""
-    x, memory = keras.Input((None, D), name="x"), keras.Input((None, E), name="memory")
-    outputs = [cls(**base_of(cls))(x) for cls in with_call_argument("padding_mask") if cls is not CrossAttention]
-    outputs += [cls(**base_of(cls))(x, memory=memory) for cls in with_call_argument("memory_padding_mask")]
-    return keras.Model({"x": x, "memory": memory}, [*outputs, CrossAttention(N)(x, memory), FeedForward(F)(x)])
-
-
-SAVED = {make.__name__: make for make in (twin_stacks, twin_models, blocks_of_users, blocks_of_ours)}
-SAVED_INPUTS = {"a": X, "b": 2 * X, "x": X, "memory": MEMORY, "ids": IDS}
-
-FRESH_PROCESS = """
-import sys, warnings
-import numpy as np
-import keras, keras_transformer
-from tests import test_known_faults as known
-from tests.forms import flat
-folder = sys.argv[1]
-# Other layers first, so that automatic numbers differ.
-for _ in range(3):
-    known.TransformerEncoder(3, 2, 5).build((None, None, 4)), keras.layers.Dense(3).build((None, 2))
-warnings.filterwarnings("ignore", ".build... was called on layer", UserWarning)
-result = {}
-for name, make in known.SAVED.items():
-    for kind in ("keras", "weights.h5") if name.startswith("twin") else ("keras",):
-        if kind == "keras":
-            model = keras.saving.load_model(f"{folder}/{name}.keras")
-        else:
-            model = make()
-            model.load_weights(f"{folder}/{name}.weights.h5")
-        if kind == "keras":
-            outputs = flat(model({x.name: known.SAVED_INPUTS[x.name] for x in model.inputs}))
-            result |= {f"{name} {number}": array for number, array in enumerate(outputs)}
-        for number, weight in enumerate(model.weights):
-            result[f"{name} {kind} weight {number}"] = keras.ops.convert_to_numpy(weight.value)
-np.savez(f"{folder}/result.npz", **result)
-"""
-
-
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory):
-    """The saved models, and what a fresh process makes of their files."""
-    folder = tmp_path_factory.mktemp("saved")
-    saved = {}
-    for seed, (name, make) in enumerate(SAVED.items()):
-        model = saved[name] = randomize(make(), seed)
-        model.save(folder / f"{name}.keras")
-        model.save_weights(folder / f"{name}.weights.h5")
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    subprocess.run([sys.executable, "-c", FRESH_PROCESS, str(folder)], check=True, env=environment)
-    with np.load(folder / "result.npz") as result:
-        return saved, dict(result)
-
-
-class TestReloading:
-    """Blocks that do not reload, and twin blocks that overwrite each other's weights."""
-
-    @pytest.mark.parametrize(
-        "name, kind",
-        [*((name, "keras") for name in SAVED), ("twin_stacks", "weights.h5"), ("twin_models", "weights.h5")],
-    )
-    def test_a_fresh_process_finds_every_weight_in_its_place(self, fresh, name, kind):
-        model, result = fresh[0][name], fresh[1]
-        weights = [result[f"{name} {kind} weight {number}"] for number in range(len(model.weights))]
-        assert f"{name} {kind} weight {len(weights)}" not in result
-        for weight, value in zip(model.weights, weights, strict=True):
-            np.testing.assert_array_equal(numpy(weight.value), value)
-        if kind == "keras":
-            expected = flat(model({x.name: SAVED_INPUTS[x.name] for x in model.inputs}))
-            close([result[f"{name} {number}"] for number in range(len(expected))], expected, 1e-6)
-
-    @pytest.mark.parametrize("make", [twin_stacks, twin_models])
-    def test_twins_keep_their_own_weights_in_onnx(self, make, tmp_path):
-        model = randomize(make())
-        inputs = {x.name: SAVED_INPUTS[x.name] for x in model.inputs}
-        expected = flat(model(inputs))
-        assert np.abs(expected[0] - expected[1]).max() > 0.1
-        for optimised in (True, False):
-            export_onnx(model, tmp_path / "m.onnx", force=True, verify=False, verbose=False)
-            close(run_onnx(tmp_path / "m.onnx", inputs, optimised), expected)
-        graph = onnx.load(tmp_path / "m.onnx").graph
-        names = [tensor.name for tensor in graph.initializer]
-        assert len(set(names)) == len(names)
-        stored = [onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer]
-        # Every weight of either twin, once. A kernel that is only used transposed is stored so.
-        for weight in model.weights:
-            value = numpy(weight.value)
-            found = [x for x in stored if any(same([x], [value_]) for value_ in (value, value.T))]
-            assert len(found) == 1, weight.path
-
-    def test_a_block_without_build_reloads_with_the_warning_of_keras_and_with_build_without(self, tmp_path):
-        x = keras.Input((None, D))
-        for cls, warned in ((TutorialBlock, True), (BuiltBlock, False)):
-            model = randomize(keras.Model(x, cls(N, F)(x)))
-            model.save(tmp_path / "model.keras")
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", UserWarning)
-                loaded = keras.saving.load_model(tmp_path / "model.keras")
-            assert any("does not have a `build()` method" in str(w.message) for w in caught) == warned
-            close(numpy(loaded(X)), numpy(model(X)), 1e-6)
 
 
 class TestWholePadding:

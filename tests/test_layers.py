@@ -150,26 +150,6 @@ def test_everything_reloads_in_a_fresh_process(name, reloaded):
         np.testing.assert_allclose(found[key], wanted[key], rtol=1e-6, atol=1e-6, err_msg=key)
 
 
-def test_twin_stacks_keep_their_own_weights(tmp_path):
-    """Two stacks with default names in one model are saved and loaded apart."""
-
-    def make():
-        inputs = [keras.Input((None, 6)) for _ in range(2)]
-        return keras.Model(inputs, [layers.TransformerEncoder(2, 3, 11)(x) for x in inputs])
-
-    model = make()
-    for name in ("model.keras", "model.weights.h5"):
-        path = tmp_path / name
-        model.save(path) if name.endswith("keras") else model.save_weights(path)
-        layers.TransformerEncoder(1, 3, 11)  # moves the automatic numbering
-        other = keras.saving.load_model(path) if name.endswith("keras") else make()
-        if not name.endswith("keras"):
-            other.load_weights(path)
-        for one, two in zip(model.weights, other.weights, strict=True):
-            np.testing.assert_array_equal(numpy(one.value), numpy(two.value))
-    assert not np.array_equal(numpy(model.weights[0].value), numpy(model.weights[len(model.weights) // 2].value))
-
-
 @pytest.mark.parametrize(
     "cls, sizes", [(layers.MultiHeadSelfAttention, (3,)), (layers.TransformerEncoderBlock, (3, 5))]
 )
