@@ -144,21 +144,23 @@ def _plain(query, key, value, mask, causal, scale, dropout, seed):
     # Scores in float32, as fused kernels have them: a score of 40 has steps of 1/4 in bfloat16.
     exact = keras.backend.result_type(dtype, "float32")
     query = ops.cast(query, exact) * (head_dim**-0.5 if scale is None else scale)
-    # The query heads that share a key head are stacked along the length, so that keys are never repeated.
-    query = ops.transpose(query, (0, 2, 1, 3))
-    query = ops.reshape(query, (batch, num_kv_heads, num_heads // num_kv_heads * length, head_dim))
-    scores = ops.matmul(query, ops.cast(ops.transpose(key, (0, 2, 3, 1)), exact))
-    scores = ops.reshape(scores, (batch, num_heads, length, slots))
+    grouped = num_heads != num_kv_heads
+    if grouped:
+        query = ops.reshape(query, (batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim))
+    scores = ops.einsum("btkgh,bskh->bkgts" if grouped else "btnh,bsnh->bnts", query, ops.cast(key, exact))
+    if grouped:
+        scores = ops.reshape(scores, (batch, num_heads, length, slots))
     if mask is not None:
         # Not `ops.full`, for which torch reads the number back from the device, and waits for it.
         scores = ops.where(mask, scores, ops.zeros((), exact) + _MASKED_SCORE)
     # Not `ops.softmax`, which warns of a single key: the first step of a growing cache has one.
     weights = ops.cast(keras_backend.nn.softmax(scores, axis=-1), dtype)
     dropped = keras.random.dropout(weights, dropout, seed=seed) if dropout else weights
-    dropped = ops.reshape(dropped, (batch, num_kv_heads, num_heads // num_kv_heads * length, slots))
-    output = ops.matmul(dropped, ops.transpose(value, (0, 2, 1, 3)))
-    output = ops.reshape(output, (batch, num_heads, length, value_dim))
-    return ops.transpose(output, (0, 2, 1, 3)), weights
+    if not grouped:
+        return ops.einsum("bnts,bsnh->btnh", dropped, value), weights
+    dropped = ops.reshape(dropped, (batch, num_kv_heads, num_heads // num_kv_heads, length, slots))
+    output = ops.einsum("bkgts,bskh->btkgh", dropped, value)
+    return ops.reshape(output, (batch, length, num_heads, value_dim)), weights
 
 
 def _check(query, key, value, mask, causal):
