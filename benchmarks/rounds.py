@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from collections.abc import Callable
 def ratios(runs: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, float]:
     """The time of every other run divided by that of the first: the median over the rounds.
 
-    In each round all run once, beginning with another one each time, so that a machine that slows down or speeds up
-    favours nobody.
+    In each round all run once, in a random order: a machine that slows down or speeds up favours nobody, and nobody
+    always comes after the one whose threads still wait by spinning.
 
     Args:
         runs: what is timed, by name; each must return only when its work is done.
@@ -20,11 +21,11 @@ def ratios(runs: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2)
     """
     names = list(runs)
     first, *others = names
+    order = random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in others}
     for number in range(warm_up + rounds):
-        turn = number % len(names)
         times = {}
-        for name in names[turn:] + names[:turn]:
+        for name in order.sample(names, len(names)):
             started = time.perf_counter()
             runs[name]()
             times[name] = time.perf_counter() - started

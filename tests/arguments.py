@@ -112,18 +112,29 @@ _BLOCK = {
     "num_heads": 3,
     "d_ff": 7,
     "head_dim": 5,
+    "num_kv_heads": 1,
     "dropout": 0.5,
     "activation": "gelu",
+    "gated": True,
     "norm_first": True,
-    "layer_norm_epsilon": 0.3,
+    "norm": "rms",
+    "norm_epsilon": 0.3,
+    "use_bias": False,
+    "sliding_window": 2,
     "kernel_initializer": "he_normal",
 }
 _STACK = {**_BLOCK, "num_layers": 2}
 # For each public class every argument, with a value that differs from `base_of`.
 ARGUMENTS = {
-    MultiHeadSelfAttention: {**_ATTENTION, "causal": True},
+    MultiHeadSelfAttention: {**_ATTENTION, "causal": True, "sliding_window": 2},
     CrossAttention: _ATTENTION,
-    FeedForward: {"d_ff": 7, "activation": "gelu", "kernel_initializer": "he_normal"},
+    FeedForward: {
+        "d_ff": 7,
+        "activation": "gelu",
+        "gated": True,
+        "use_bias": False,
+        "kernel_initializer": "he_normal",
+    },
     TransformerEncoderBlock: _BLOCK,
     TransformerDecoderBlock: _BLOCK,
     TransformerEncoder: _STACK,

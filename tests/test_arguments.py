@@ -110,8 +110,8 @@ class TestArguments:
 
     @pytest.mark.parametrize("cls", ARGUMENTS)
     def test_unknown_arguments_are_refused(self, cls):
-        with pytest.raises((TypeError, ValueError), match="sliding_window"):
-            cls(**base_of(cls), sliding_window=3)
+        with pytest.raises((TypeError, ValueError), match="use_gate"):
+            cls(**base_of(cls), use_gate=True)
         if not issubclass(cls, keras.layers.Layer):
             return
         layer, inputs = toy(cls)

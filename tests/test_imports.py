@@ -12,7 +12,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 # Files whose subject is a backend; they import it inside functions.
 BACKEND_FILES = {
     "keras_transformer/generation/backends.py",
-    "keras_transformer/ops/torch_attention.py",
+    "keras_transformer/ops/torch_kernels.py",
     "export/backends.py",
 }
 # Each part may import those before it.

@@ -35,17 +35,24 @@ ATTENTION = {
     "seed": 3,
     "num_kv_heads": 1,
 }
-SELF_ATTENTION = {**ATTENTION, "causal": True}
+SELF_ATTENTION = {**ATTENTION, "causal": True, "sliding_window": 3}
 BLOCK = {
     "num_heads": 2,
     "d_ff": 11,
     "head_dim": 4,
+    "num_kv_heads": 2,
     "dropout": 0.2,
     "activation": "gelu",
+    "gated": False,
     "norm_first": True,
-    "layer_norm_epsilon": 1e-5,
+    "norm": "layer",
+    "norm_epsilon": 1e-5,
+    "use_bias": True,
+    "sliding_window": None,
     "kernel_initializer": "he_normal",
 }
+# As Llama and Mistral have it.
+LLAMA = {"num_kv_heads": 1, "activation": "silu", "gated": True, "norm": "rms", "use_bias": False, "sliding_window": 3}
 STACK = {**BLOCK, "num_layers": 2}
 TRANSFORMER = {
     "source_vocabulary_size": V,
@@ -75,7 +82,7 @@ LAYERS = {
     "cross-attention, weights": Case(layers.CrossAttention, ATTENTION, WITH_MEMORY, WEIGHTS, carries=None),
     "feed-forward": Case(
         layers.FeedForward,
-        {"d_ff": 11, "activation": "gelu", "kernel_initializer": "he_normal"},
+        {"d_ff": 11, "activation": "gelu", "gated": True, "use_bias": False, "kernel_initializer": "he_normal"},
         X,
         masks={"x": None},
     ),
@@ -84,6 +91,8 @@ LAYERS = {
     "decoder block without memory": Case(layers.TransformerDecoderBlock, BLOCK, X, WEIGHTS, carries=None),
     "encoder": Case(layers.TransformerEncoder, STACK, X, WEIGHTS, OWN),
     "decoder": Case(layers.TransformerDecoder, STACK, WITH_MEMORY, WEIGHTS, BOTH),
+    "Llama's encoder block": Case(layers.TransformerEncoderBlock, {**BLOCK, **LLAMA}, X, masks=OWN),
+    "Llama's decoder": Case(layers.TransformerDecoder, {**STACK, **LLAMA}, X, masks=OWN),
     "token embedding": Case(
         layers.TokenEmbedding,
         {

@@ -330,8 +330,8 @@ class TestRefuses:
 
     @pytest.mark.parametrize("cls", [TransformerEncoder, TransformerDecoder])
     def test_arguments(self, cls):
-        with pytest.raises(ValueError, match="layer_norm_epsilon=-1"):
-            cls(layer_norm_epsilon=-1)
+        with pytest.raises(ValueError, match="norm_epsilon=-1"):
+            cls(norm_epsilon=-1)
         with pytest.raises(ValueError, match="num_layers=0"):
             cls(num_layers=0)
         with pytest.raises(ValueError, match="d_ff=0"):

@@ -41,7 +41,7 @@ BY_HEAD = RNG.random((BATCH, HEADS, LENGTH, LENGTH)) < 0.5
 BY_HEAD[..., 0] = True
 MEMORY_BY_HEAD = RNG.random((BATCH, HEADS, LENGTH, SLOTS)) < 0.5
 MEMORY_BY_HEAD[..., 0] = True
-BLOCK = {"num_heads": HEADS, "d_ff": INNER, "dropout": 0.0, "layer_norm_epsilon": 1e-5}
+BLOCK = {"num_heads": HEADS, "d_ff": INNER, "dropout": 0.0, "norm_epsilon": 1e-5}
 VARIANTS = pytest.mark.parametrize(
     "variant",
     [{"norm_first": norm_first, "activation": name} for norm_first in (False, True) for name in ("relu", "gelu")],

@@ -157,7 +157,7 @@ class _TorchStep:
                 logits, new_state = self._step(tokens, position, tree.pack_sequence_as(state, values))
             return (logits, *tree.flatten(new_state))
 
-        graph = _cleaned(make_fx(run)(*args))
+        graph = _cleaned(make_fx(run)(*args), first_state=len(self._variables) + 2)
         if self._compile and _TorchStep._compiler_works:
             compiled = torch.compile(graph, dynamic=False)
             try:
@@ -174,14 +174,26 @@ class _TorchStep:
         return _remembering(graph, position=len(self._variables) + 1)
 
 
-def _cleaned(graph):
-    """A recorded graph without what it does twice or for nobody."""
+def _cleaned(graph, first_state):
+    """A recorded graph without what it does twice or for nobody, which writes a cache where it lies.
+
+    Args:
+        graph: the recorded graph.
+        first_state: the number of the first argument that belongs to this generation alone.
+    """
     import torch
     from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
+    aten = torch.ops.aten
+    for node in graph.graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
         node.replace_all_uses_with(node.args[0])  # a constant is copied in case it is written to: none is
-    return CSEPass()(graph).graph_module
+    graph = CSEPass()(graph).graph_module
+    state = graph.graph.find_nodes(op="placeholder")[first_state:]
+    for node in graph.graph.find_nodes(op="call_function", target=aten.index_copy.default):
+        if node.args[0] in state and len(node.args[0].users) == 1:
+            node.target = aten.index_copy_.default
+    graph.recompile()
+    return graph
 
 
 def _remembering(graph, position):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -9,7 +10,7 @@ from keras import ops
 
 from keras_transformer._validation import positive_integers, rates, sequence_width
 from keras_transformer.layers.masks import check_attention_mask, check_padding_mask, combine_masks, padding_mask_of
-from keras_transformer.ops import WriteCache, attention, causal_mask, positions, rotate, write_cache
+from keras_transformer.ops import WriteCache, attention, causal_mask, positions, rotate, window_mask, write_cache
 from keras_transformer.ops.attention import agree
 from keras_transformer.ops.masks import as_causal
 
@@ -171,6 +172,8 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         seed: seed of the dropout.
         num_kv_heads: number K of key and value heads, each of which serves N / K query heads in a row: grouped-query
             attention (https://arxiv.org/abs/2305.13245), or multi-query with 1; `num_heads` if None.
+        sliding_window: positions attend only to those less than so many places away
+            (https://arxiv.org/abs/2004.05150, section 3.1); to all if None.
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
@@ -185,12 +188,16 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         bias_initializer: Any = "zeros",
         seed: int | None = None,
         num_kv_heads: int | None = None,
+        sliding_window: int | None = None,
         **kwargs,
     ):
         super().__init__(
             num_heads, head_dim, dropout, use_bias, kernel_initializer, bias_initializer, seed, num_kv_heads, **kwargs
         )
+        if sliding_window is not None:
+            positive_integers(sliding_window=sliding_window)
         self.causal = causal
+        self.sliding_window = sliding_window
 
     def build(self, input_shape):
         self._build(input_shape, input_shape)
@@ -215,7 +222,7 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
             padding_mask: boolean or integer (B, T), True for real tokens; with a cache (B, S), over all its slots. It
                 wins over the implicit Keras mask of `x`, which counts without a cache only.
             attention_mask: boolean or integer, (B|1, T, S) or (B|1, N|1, T, S), True = may attend. With a cache it
-                stands in for the causal mask, and a causal layer that is given none takes positions for slots.
+                stands in for the causal mask and the window; a layer that is given none takes slots for positions.
             cache: the pair (keys, values) of earlier tokens, each (B, S, K, H); see `ops.write_cache`.
             start: with a cache, the slot of the first token of `x`: an integer or (B,). None: append to the cache.
             rotary: `ops.rotary_encoding` (B|1, T, 2R) of the positions of `x`, by which queries and keys are rotated.
@@ -237,13 +244,16 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         implicit = (mask, x_mask) if cache is None else ()
         padding_mask = padding_mask_of(padding_mask, *implicit)
         attention_mask, square = as_causal(attention_mask)
-        causal = self.causal or square
+        causal, window = self.causal or square, None
         if cache is not None:
             key, value = cache = write_cache(cache, key, value, start)
-            if causal and attention_mask is None:
-                attention_mask = cached_causal_mask(ops.shape(x)[1], ops.shape(key)[1], start)
+            if attention_mask is None:
+                length, slots = ops.shape(x)[1], ops.shape(key)[1]
+                attention_mask = cached_mask(length, slots, start, causal, self.sliding_window)
             causal = False
-        mask = combine_masks(padding_mask, attention_mask)
+        elif self.sliding_window is not None:
+            window = cached_mask(ops.shape(x)[1], ops.shape(x)[1], 0, False, self.sliding_window)
+        mask = combine_masks(padding_mask, attention_mask, window)
         output, weights = self._attend(query, key, value, mask, causal, return_weights, training)
         return results(output, weights, cache)
 
@@ -284,7 +294,7 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         return tuple(x_shape)
 
     def get_config(self):
-        return {**super().get_config(), "causal": self.causal}
+        return {**super().get_config(), "causal": self.causal, "sliding_window": self.sliding_window}
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -393,15 +403,20 @@ def results(output: Any, weights: Any, cache: Any) -> Any:
     return (output, *rest) if rest else output
 
 
-def cached_causal_mask(length: Any, slots: Any, start: Any) -> Any:
-    """The causal mask (B|1, T, S) of `length` new tokens over a cache in which position p lies in slot p.
+def cached_mask(length: Any, slots: Any, start: Any, causal: bool = True, window: int | None = None) -> Any:
+    """The mask (1 or B, T, S) of `length` new tokens over a cache in which position p lies in slot p; None for no mask.
 
     Args:
         length: number of new tokens T.
         slots: number of the cache's slots S once written.
         start: position of the first new token, an integer or (B,); None if the tokens were appended.
+        causal: whether tokens attend to what came before only.
+        window: as `sliding_window` of `MultiHeadSelfAttention`.
     """
-    return causal_mask(positions(length, slots - length if start is None else start), positions(slots))
+    queries, keys = positions(length, slots - length if start is None else start), positions(slots)
+    masks = [causal_mask(queries, keys)] if causal else []
+    masks += [] if window is None else [window_mask(queries, keys, window)]
+    return functools.reduce(ops.logical_and, masks) if masks else None
 
 
 def cache_specs(cache: Any, x: Any, start: Any) -> Any:

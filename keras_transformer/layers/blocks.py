@@ -20,44 +20,77 @@ from keras_transformer.layers.attention import (
 from keras_transformer.layers.feed_forward import FeedForward
 from keras_transformer.layers.masks import padding_mask_of
 
+NORMS = {"layer": keras.layers.LayerNormalization, "rms": keras.layers.RMSNormalization}
+
 
 class Configured(keras.layers.Layer):
     """The arguments that blocks and stacks share."""
 
     def __init__(
         self,
-        num_heads,
-        d_ff,
-        head_dim,
-        dropout,
-        activation,
-        norm_first,
-        layer_norm_epsilon,
-        kernel_initializer,
+        num_heads: int,
+        d_ff: int,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        activation: Any = "relu",
+        gated: bool = False,
+        norm_first: bool = False,
+        norm: str = "layer",
+        norm_epsilon: float = 1e-6,
+        use_bias: bool = True,
+        sliding_window: int | None = None,
+        kernel_initializer: Any = "glorot_uniform",
         **kwargs,
     ):
         super().__init__(**kwargs)
-        positive_numbers(layer_norm_epsilon=layer_norm_epsilon)
+        positive_numbers(norm_epsilon=norm_epsilon)
+        if norm not in NORMS:
+            raise ValueError(f"`norm` must be one of {sorted(NORMS)}. Received: norm={norm!r}")
         self.supports_masking = True
         self.num_heads = num_heads
         self.d_ff = d_ff
         self.head_dim = head_dim
+        self.num_kv_heads = num_kv_heads
         self.dropout = dropout
         self.activation = keras.activations.get(activation)
+        self.gated = gated
         self.norm_first = norm_first
-        self.layer_norm_epsilon = layer_norm_epsilon
+        self.norm = norm
+        self.norm_epsilon = norm_epsilon
+        self.use_bias = use_bias
+        self.sliding_window = sliding_window
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self._make()
+
+    def _make(self):
+        """Makes what is inside."""
+        raise NotImplementedError
+
+    @property
+    def _arguments(self):
+        """The arguments by name, for a block of the same kind."""
+        return {
+            "num_heads": self.num_heads,
+            "d_ff": self.d_ff,
+            "head_dim": self.head_dim,
+            "num_kv_heads": self.num_kv_heads,
+            "dropout": self.dropout,
+            "activation": self.activation,
+            "gated": self.gated,
+            "norm_first": self.norm_first,
+            "norm": self.norm,
+            "norm_epsilon": self.norm_epsilon,
+            "use_bias": self.use_bias,
+            "sliding_window": self.sliding_window,
+            "kernel_initializer": fresh(self.kernel_initializer),
+        }
 
     def get_config(self):
         return {
             **super().get_config(),
-            "num_heads": self.num_heads,
-            "d_ff": self.d_ff,
-            "head_dim": self.head_dim,
-            "dropout": self.dropout,
+            **self._arguments,
             "activation": keras.activations.serialize(self.activation),
-            "norm_first": self.norm_first,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
         }
 
@@ -65,43 +98,32 @@ class Configured(keras.layers.Layer):
         return tuple(x_shape)
 
     def _norm(self, name, shape):
-        norm = keras.layers.LayerNormalization(epsilon=self.layer_norm_epsilon, dtype=self.dtype_policy, name=name)
+        norm = NORMS[self.norm](epsilon=self.norm_epsilon, dtype=self.dtype_policy, name=name)
+        norm.supports_masking = True  # of Keras' two norms one forgets to say so, and would lose the mask
         norm.build(shape)
         return norm
 
 
 class _Block(Configured):
-    """A block: sub-layers, each with a residual connection, a layer norm and a dropout of its own."""
+    """A block: sub-layers, each with a residual connection, a norm and a dropout of its own."""
 
     _causal = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        d_ff: int,
-        head_dim: int | None = None,
-        dropout: float = 0.0,
-        activation: Any = "relu",
-        norm_first: bool = False,
-        layer_norm_epsilon: float = 1e-6,
-        kernel_initializer: Any = "glorot_uniform",
-        **kwargs,
-    ):
-        super().__init__(
-            num_heads,
-            d_ff,
-            head_dim,
-            dropout,
-            activation,
-            norm_first,
-            layer_norm_epsilon,
-            kernel_initializer,
-            **kwargs,
+    def _make(self):
+        self.self_attention = self._attention(
+            MultiHeadSelfAttention, "self_attention", causal=self._causal, sliding_window=self.sliding_window
         )
-        self.self_attention = self._attention(MultiHeadSelfAttention, "self_attention", causal=self._causal)
         self.self_attention_dropout = self._dropout("self_attention_dropout")
         self.cross_attention = None  # a decoder's `build` makes it, where there is a memory
-        self.feed_forward = self._feed_forward()
+        self.feed_forward = FeedForward(
+            self.d_ff,
+            activation=self.activation,
+            gated=self.gated,
+            use_bias=self.use_bias,
+            kernel_initializer=fresh(self.kernel_initializer),
+            dtype=self.dtype_policy,
+            name="feed_forward",
+        )
         self.feed_forward_dropout = self._dropout("feed_forward_dropout")
 
     def _attention(self, cls, name, **kwargs):
@@ -109,19 +131,12 @@ class _Block(Configured):
             self.num_heads,
             self.head_dim,
             dropout=self.dropout,
+            use_bias=self.use_bias,
             kernel_initializer=fresh(self.kernel_initializer),
+            num_kv_heads=self.num_kv_heads,
             dtype=self.dtype_policy,
             name=name,
             **kwargs,
-        )
-
-    def _feed_forward(self):
-        return FeedForward(
-            self.d_ff,
-            activation=self.activation,
-            kernel_initializer=fresh(self.kernel_initializer),
-            dtype=self.dtype_policy,
-            name="feed_forward",
         )
 
     def _dropout(self, name):
@@ -142,10 +157,15 @@ class TransformerEncoderBlock(_Block):
         num_heads: number of attention heads.
         d_ff: inner width of the feed-forward network.
         head_dim: width of one head; the input's width / `num_heads` if None.
+        num_kv_heads: number of key and value heads (grouped-query attention); `num_heads` if None.
         dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
         activation: activation of the feed-forward network.
+        gated: whether the feed-forward network is a gated linear unit, such as SwiGLU with `activation="silu"`.
         norm_first: normalise what enters a sub-layer (pre-norm) instead of the sum after it (post-norm, the paper).
-        layer_norm_epsilon: added to the variance in layer norms.
+        norm: `"layer"` or `"rms"` normalisation.
+        norm_epsilon: added to the variance (the mean square) in norms.
+        use_bias: whether the projections and the feed-forward network have biases.
+        sliding_window: as in `MultiHeadSelfAttention`, for the self-attention.
         kernel_initializer: initializer of all kernels.
         **kwargs: `name`, `dtype`, `trainable`.
     """
@@ -161,6 +181,7 @@ class TransformerEncoderBlock(_Block):
         x: Any,
         padding_mask: Any = None,
         attention_mask: Any = None,
+        rotary: Any = None,
         return_weights: bool = False,
         training: bool | None = None,
         mask: Any = None,
@@ -180,6 +201,7 @@ class TransformerEncoderBlock(_Block):
             training,
             padding_mask=padding_mask,
             attention_mask=attention_mask,
+            rotary=rotary,
             return_weights=return_weights,
         )
         x, _ = self._residual(x, self.feed_forward, self.feed_forward_norm, self.feed_forward_dropout, training)
@@ -190,12 +212,13 @@ class TransformerEncoderBlock(_Block):
         x,
         padding_mask=None,
         attention_mask=None,
+        rotary=None,
         return_weights=False,
         training=None,
         mask=None,
         x_mask=None,
     ):
-        output = self.self_attention.compute_output_spec(x, padding_mask, attention_mask)
+        output = self.self_attention.compute_output_spec(x, padding_mask, attention_mask, rotary=rotary)
         return results(output, self.weights_spec(x) if return_weights else None, None)
 
     def weights_spec(self, x: Any) -> Any:
@@ -214,10 +237,15 @@ class TransformerDecoderBlock(_Block):
         num_heads: number of attention heads.
         d_ff: inner width of the feed-forward network.
         head_dim: width of one head; the input's width / `num_heads` if None.
+        num_kv_heads: number of key and value heads (grouped-query attention); `num_heads` if None.
         dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
         activation: activation of the feed-forward network.
+        gated: whether the feed-forward network is a gated linear unit, such as SwiGLU with `activation="silu"`.
         norm_first: normalise what enters a sub-layer (pre-norm) instead of the sum after it (post-norm, the paper).
-        layer_norm_epsilon: added to the variance in layer norms.
+        norm: `"layer"` or `"rms"` normalisation.
+        norm_epsilon: added to the variance (the mean square) in norms.
+        use_bias: whether the projections and the feed-forward network have biases.
+        sliding_window: as in `MultiHeadSelfAttention`, for the self-attention.
         kernel_initializer: initializer of all kernels.
         **kwargs: `name`, `dtype`, `trainable`.
     """
@@ -245,6 +273,7 @@ class TransformerDecoderBlock(_Block):
         cache: tuple[Any, Any] | None = None,
         memory_cache: tuple[Any, Any] | None = None,
         start: Any = None,
+        rotary: Any = None,
         return_weights: bool = False,
         training: bool | None = None,
         mask: Any = None,
@@ -262,6 +291,7 @@ class TransformerDecoderBlock(_Block):
             cache: the pair (keys, values) of the self-attention, as in `MultiHeadSelfAttention`.
             memory_cache: what `project_memory(memory)` gave, in place of `memory`.
             start: with a cache, the slot of the first token of `x`: an integer or (B,). None: append.
+            rotary: as in `MultiHeadSelfAttention`, for the self-attention.
             return_weights: also return the attention weights.
             training: whether to apply dropout.
             mask: implicit mask, filled in by Keras.
@@ -291,6 +321,7 @@ class TransformerDecoderBlock(_Block):
             attention_mask=attention_mask,
             cache=cache,
             start=start,
+            rotary=rotary,
             return_weights=return_weights,
         )
         weights = rest[0] if return_weights else None
@@ -326,6 +357,7 @@ class TransformerDecoderBlock(_Block):
         cache=None,
         memory_cache=None,
         start=None,
+        rotary=None,
         return_weights=False,
         training=None,
         mask=None,
@@ -334,7 +366,7 @@ class TransformerDecoderBlock(_Block):
     ):
         self._check_memory(memory, memory_cache, memory_padding_mask)
         output = keras.KerasTensor(x.shape, self.compute_dtype)
-        self.self_attention.compute_output_spec(x, padding_mask, attention_mask, cache, start)
+        self.self_attention.compute_output_spec(x, padding_mask, attention_mask, cache, start, rotary)
         if self.cross_attention is not None:
             self.cross_attention.compute_output_spec(x, memory, memory_padding_mask, cache=memory_cache)
         cache = None if cache is None else cache_specs(cache, x, start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_transformer._validation import positive_integers
 from keras_transformer.layers.attention import fresh
@@ -14,12 +15,16 @@ from keras_transformer.layers.attention import fresh
 class FeedForward(keras.layers.Layer):
     """Two dense layers, applied to each position alike ("Attention Is All You Need", eq. 2).
 
-    Input and output are (…, D).
+    Input and output are (…, D). `gated` makes it the gated linear unit of https://arxiv.org/abs/2002.05202: the inner
+    layer, which then is linear, is multiplied by the activation of a third one. With `activation="silu"` that is
+    SwiGLU, with `"gelu"` GEGLU.
 
     Args:
         d_ff: width of the inner layer.
-        activation: activation of the inner layer.
-        kernel_initializer: initializer of both kernels.
+        activation: activation of the inner layer, or of its gate.
+        gated: whether there is a gate.
+        use_bias: whether the dense layers have biases.
+        kernel_initializer: initializer of all kernels.
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
@@ -27,6 +32,8 @@ class FeedForward(keras.layers.Layer):
         self,
         d_ff: int,
         activation: Any = "relu",
+        gated: bool = False,
+        use_bias: bool = True,
         kernel_initializer: Any = "glorot_uniform",
         **kwargs,
     ):
@@ -35,10 +42,13 @@ class FeedForward(keras.layers.Layer):
         self.supports_masking = True
         self.d_ff = d_ff
         self.activation = keras.activations.get(activation)
+        self.gated = gated
+        self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
 
     def build(self, input_shape):
-        self.inner_dense = self._dense("inner", self.d_ff, self.activation, input_shape)
+        self.gate_dense = self._dense("gate", self.d_ff, self.activation, input_shape) if self.gated else None
+        self.inner_dense = self._dense("inner", self.d_ff, None if self.gated else self.activation, input_shape)
         inner_shape = (*input_shape[:-1], self.d_ff)
         self.output_dense = self._dense("output", input_shape[-1], None, inner_shape)
 
@@ -46,6 +56,7 @@ class FeedForward(keras.layers.Layer):
         dense = keras.layers.Dense(
             units,
             activation=activation,
+            use_bias=self.use_bias,
             kernel_initializer=fresh(self.kernel_initializer),
             dtype=self.dtype_policy,
             name=name,
@@ -55,7 +66,10 @@ class FeedForward(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         """Maps (…, D) to (…, D)."""
-        return self.output_dense(self.inner_dense(x))
+        inner = self.inner_dense(x)
+        if self.gate_dense is not None:
+            inner = ops.multiply(self.gate_dense(x), inner)
+        return self.output_dense(inner)
 
     def compute_output_spec(self, x):
         return keras.KerasTensor(x.shape, self.compute_dtype)
@@ -68,5 +82,7 @@ class FeedForward(keras.layers.Layer):
             **super().get_config(),
             "d_ff": self.d_ff,
             "activation": keras.activations.serialize(self.activation),
+            "gated": self.gated,
+            "use_bias": self.use_bias,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -75,18 +76,22 @@ def padding_mask_of(padding_mask: Any, *implicit: Any, name: str = "padding_mask
     return _as_boolean(padding_mask)
 
 
-def combine_masks(padding_mask: Any, attention_mask: Any) -> Any:
-    """One boolean mask, (B|1, T|1, S) or (B|1, N|1, T|1, S), from masks that were checked; the first is boolean."""
+def combine_masks(padding_mask: Any, attention_mask: Any, window: Any = None) -> Any:
+    """One boolean mask, (B|1, T|1, S) or (B|1, N|1, T|1, S), or None, from masks that were checked.
+
+    Args:
+        padding_mask: boolean (B, S).
+        attention_mask: boolean or integer, (B|1, T|1, S) or (B|1, N|1, T|1, S).
+        window: boolean (B|1, T, S).
+    """
+    masks = [] if window is None else [window]
+    if padding_mask is not None:
+        masks.append(ops.expand_dims(padding_mask, 1))
     if attention_mask is not None:
-        attention_mask = _as_boolean(attention_mask)
-    if padding_mask is None:
-        return attention_mask
-    padding_mask = ops.expand_dims(padding_mask, 1)
-    if attention_mask is None:
-        return padding_mask
-    if len(attention_mask.shape) == 4:
-        padding_mask = ops.expand_dims(padding_mask, 1)
-    return ops.logical_and(attention_mask, padding_mask)
+        if len(attention_mask.shape) == 4:
+            masks = [ops.expand_dims(mask, 1) for mask in masks]
+        masks.append(_as_boolean(attention_mask))
+    return functools.reduce(ops.logical_and, masks) if masks else None
 
 
 def check_padding_mask(mask: Any, batch: Any = None, slots: Any = None, name: str = "padding_mask") -> None:

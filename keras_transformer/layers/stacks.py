@@ -8,58 +8,54 @@ import keras
 from keras import ops
 
 from keras_transformer._validation import positive_integers
-from keras_transformer.layers.attention import (
-    cached_causal_mask,
-    fresh,
-    results,
-)
+from keras_transformer.layers.attention import cached_mask, results
 from keras_transformer.layers.blocks import Configured, TransformerDecoderBlock, TransformerEncoderBlock, call_layer
 from keras_transformer.layers.masks import padding_mask_of
 
 
 class _Stack(Configured):
-    """Blocks in a row, and with pre-norm a last layer norm."""
+    """Blocks in a row, and with pre-norm a last norm."""
 
     def __init__(
         self,
         num_layers: int = 6,
         num_heads: int = 8,
         d_ff: int = 2048,
-        dropout: float = 0.1,
-        norm_first: bool = False,
-        activation: Any = "relu",
         head_dim: int | None = None,
-        layer_norm_epsilon: float = 1e-6,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.1,
+        activation: Any = "relu",
+        gated: bool = False,
+        norm_first: bool = False,
+        norm: str = "layer",
+        norm_epsilon: float = 1e-6,
+        use_bias: bool = True,
+        sliding_window: int | None = None,
         kernel_initializer: Any = "glorot_uniform",
         **kwargs,
     ):
-        super().__init__(
-            num_heads=num_heads,
-            d_ff=d_ff,
-            head_dim=head_dim,
-            dropout=dropout,
-            activation=activation,
-            norm_first=norm_first,
-            layer_norm_epsilon=layer_norm_epsilon,
-            kernel_initializer=kernel_initializer,
-            **kwargs,
-        )
         positive_integers(num_layers=num_layers)
         self.num_layers = num_layers
+        super().__init__(
+            num_heads,
+            d_ff,
+            head_dim,
+            num_kv_heads,
+            dropout,
+            activation,
+            gated,
+            norm_first,
+            norm,
+            norm_epsilon,
+            use_bias,
+            sliding_window,
+            kernel_initializer,
+            **kwargs,
+        )
+
+    def _make(self):
         self.blocks = [
-            self._block(
-                self.num_heads,
-                self.d_ff,
-                self.head_dim,
-                self.dropout,
-                self.activation,
-                self.norm_first,
-                self.layer_norm_epsilon,
-                fresh(self.kernel_initializer),
-                dtype=self.dtype_policy,
-                name=f"block_{i}",
-            )
-            for i in range(num_layers)
+            self._block(**self._arguments, dtype=self.dtype_policy, name=f"block_{i}") for i in range(self.num_layers)
         ]
         self.final_norm = None
 
@@ -84,11 +80,17 @@ class TransformerEncoder(_Stack):
         num_layers: number of blocks.
         num_heads: number of attention heads.
         d_ff: inner width of the feed-forward networks.
-        dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
-        norm_first: pre-norm, with a last layer norm after the stack, instead of the paper's post-norm.
-        activation: activation of the feed-forward networks.
         head_dim: width of one head; the input's width / `num_heads` if None.
-        layer_norm_epsilon: added to the variance in layer norms.
+        num_kv_heads: number of key and value heads (grouped-query attention); `num_heads` if None.
+        dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
+        activation: activation of the feed-forward networks.
+        gated: whether the feed-forward networks are gated linear units, such as SwiGLU with `activation="silu"`.
+        norm_first: normalise what enters a sub-layer (pre-norm), with a last norm after the stack, instead of the
+            paper's post-norm.
+        norm: `"layer"` or `"rms"` normalisation.
+        norm_epsilon: added to the variance (the mean square) in norms.
+        use_bias: whether the projections and the feed-forward networks have biases.
+        sliding_window: as in `MultiHeadSelfAttention`, for the self-attention.
         kernel_initializer: initializer of all kernels.
         **kwargs: `name`, `dtype`, `trainable`.
     """
@@ -103,6 +105,7 @@ class TransformerEncoder(_Stack):
         x: Any,
         padding_mask: Any = None,
         attention_mask: Any = None,
+        rotary: Any = None,
         return_weights: bool = False,
         training: bool | None = None,
         mask: Any = None,
@@ -121,6 +124,7 @@ class TransformerEncoder(_Stack):
                 training,
                 padding_mask=padding_mask,
                 attention_mask=attention_mask,
+                rotary=rotary,
                 return_weights=return_weights,
             )
             weights += rest
@@ -131,12 +135,13 @@ class TransformerEncoder(_Stack):
         x,
         padding_mask=None,
         attention_mask=None,
+        rotary=None,
         return_weights=False,
         training=None,
         mask=None,
         x_mask=None,
     ):
-        output = self.blocks[0].compute_output_spec(x, padding_mask, attention_mask)
+        output = self.blocks[0].compute_output_spec(x, padding_mask, attention_mask, rotary)
         weights = tuple(block.weights_spec(x) for block in self.blocks) if return_weights else None
         return results(output, weights, None)
 
@@ -152,11 +157,17 @@ class TransformerDecoder(_Stack):
         num_layers: number of blocks.
         num_heads: number of attention heads.
         d_ff: inner width of the feed-forward networks.
-        dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
-        norm_first: pre-norm, with a last layer norm after the stack, instead of the paper's post-norm.
-        activation: activation of the feed-forward networks.
         head_dim: width of one head; the input's width / `num_heads` if None.
-        layer_norm_epsilon: added to the variance in layer norms.
+        num_kv_heads: number of key and value heads (grouped-query attention); `num_heads` if None.
+        dropout: rate of the dropout of attention weights and of sub-layer outputs, in training.
+        activation: activation of the feed-forward networks.
+        gated: whether the feed-forward networks are gated linear units, such as SwiGLU with `activation="silu"`.
+        norm_first: normalise what enters a sub-layer (pre-norm), with a last norm after the stack, instead of the
+            paper's post-norm.
+        norm: `"layer"` or `"rms"` normalisation.
+        norm_epsilon: added to the variance (the mean square) in norms.
+        use_bias: whether the projections and the feed-forward networks have biases.
+        sliding_window: as in `MultiHeadSelfAttention`, for the self-attention.
         kernel_initializer: initializer of all kernels.
         **kwargs: `name`, `dtype`, `trainable`.
     """
@@ -176,6 +187,7 @@ class TransformerDecoder(_Stack):
         cache: tuple[Any, ...] | None = None,
         memory_cache: tuple[Any, ...] | None = None,
         start: Any = None,
+        rotary: Any = None,
         return_weights: bool = False,
         training: bool | None = None,
         mask: Any = None,
@@ -193,6 +205,7 @@ class TransformerDecoder(_Stack):
             cache: a pair (keys, values) for each block, such as `init_cache` gives.
             memory_cache: what `project_memory(memory)` gave, in place of `memory`.
             start: with a cache, the slot of the first token of `x`: an integer or (B,). None: append.
+            rotary: as in `MultiHeadSelfAttention`, for the self-attention.
             return_weights: also return the attention weights.
             training: whether to apply dropout.
             mask: implicit mask, filled in by Keras.
@@ -213,7 +226,9 @@ class TransformerDecoder(_Stack):
         memory_padding_mask = padding_mask_of(memory_padding_mask, memory_mask, name="memory_padding_mask")
         if cache is not None and attention_mask is None:
             length, slots = ops.shape(x)[1], ops.shape(cache[0][0])[1]
-            attention_mask = cached_causal_mask(length, slots + length if start is None else slots, start)
+            attention_mask = cached_mask(
+                length, slots + length if start is None else slots, start, window=self.sliding_window
+            )
         weights, caches = [], []
         for i, block in enumerate(self.blocks):
             x, *rest = call_layer(
@@ -227,6 +242,7 @@ class TransformerDecoder(_Stack):
                 cache=None if cache is None else cache[i],
                 memory_cache=None if memory_cache is None else memory_cache[i],
                 start=start,
+                rotary=rotary,
                 return_weights=return_weights,
             )
             if return_weights:
@@ -270,6 +286,7 @@ class TransformerDecoder(_Stack):
         cache=None,
         memory_cache=None,
         start=None,
+        rotary=None,
         return_weights=False,
         training=None,
         mask=None,
@@ -287,6 +304,7 @@ class TransformerDecoder(_Stack):
                 cache=None if cache is None else cache[i],
                 memory_cache=None if memory_cache is None else memory_cache[i],
                 start=start,
+                rotary=rotary,
                 return_weights=return_weights,
             )
             for i, block in enumerate(self.blocks)

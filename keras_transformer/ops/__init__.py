@@ -2,7 +2,7 @@
 
 from keras_transformer.ops.attention import Attention, attention
 from keras_transformer.ops.cache import WriteCache, write_cache
-from keras_transformer.ops.masks import CausalMask, SquareCausalMask, causal_mask, square_causal_mask
+from keras_transformer.ops.masks import CausalMask, SquareCausalMask, causal_mask, square_causal_mask, window_mask
 from keras_transformer.ops.positions import (
     SinusoidalEncoding,
     positions,
@@ -28,5 +28,6 @@ __all__ = [
     "sinusoidal_encoding",
     "sinusoidal_table",
     "square_causal_mask",
+    "window_mask",
     "write_cache",
 ]

@@ -9,7 +9,7 @@ from keras import ops
 from keras.src import backend as keras_backend
 
 from keras_transformer.ops._operation import run
-from keras_transformer.ops.torch_attention import fused_attention
+from keras_transformer.ops.torch_kernels import fused_attention
 
 # Finite, so that a row with every key masked gives a finite softmax (and gradient) before it is set to 0. Scores are
 # at least float32 where it is used, and exp(-1e30 - score) is 0 for every score that attention can produce.

@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_transformer.ops._operation import run
 from keras_transformer.ops.attention import agree
+from keras_transformer.ops.torch_kernels import write_slots
 
 
 def write_cache(cache: tuple[Any, Any], key: Any, value: Any, start: Any = None) -> tuple[Any, Any]:
@@ -90,10 +91,8 @@ def _write(old, new, start):
     if start is None:
         return ops.concatenate([old, new], axis=1)
     if len(getattr(start, "shape", ())) == 0:
-        if keras.config.backend() == "torch" and new.shape[1] == 1:
-            # One token: Keras' `slice_update` makes an index for each number that it writes.
-            slots = ops.expand_dims(ops.arange(ops.shape(old)[1], dtype="int32"), (0, 2, 3))
-            return ops.where(ops.equal(slots, start), new, old)
+        if keras.config.backend() == "torch":
+            return write_slots(ops.convert_to_tensor(old), new, start)
         return ops.slice_update(old, (0, start, 0, 0), new)
     batch, length = ops.shape(new)[:2]
     slots = ops.expand_dims(ops.cast(start, "int32"), 1) + ops.arange(length, dtype="int32")

@@ -28,6 +28,25 @@ def causal_mask(positions: Any, key_positions: Any) -> Any:
     return run(CausalMask, positions, key_positions)
 
 
+def window_mask(positions: Any, key_positions: Any, window: int) -> Any:
+    """Each query attends to the keys less than `window` positions away, before it and after.
+
+    Args:
+        positions: integer positions of the queries, (B|1, T).
+        key_positions: integer positions of the keys, (B|1, S).
+        window: how far, 1 for the query's own position alone.
+
+    Returns:
+        Boolean (B|1, T, S).
+
+    Raises:
+        ValueError: if either is not of rank 2.
+    """
+    _check(positions, key_positions)
+    distance = ops.subtract(ops.expand_dims(positions, 2), ops.expand_dims(key_positions, 1))
+    return ops.less(ops.absolute(distance), window)
+
+
 def square_causal_mask(x: Any) -> Any:
     """The causal mask (1, T, T) of a sequence `x` (B, T, …) that starts at position 0.
 

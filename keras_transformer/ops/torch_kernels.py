@@ -1,4 +1,4 @@
-"""torch's fused attention kernels, as `ops.attention` calls them on that backend."""
+"""What attention and its cache call on torch in place of `keras.ops`, which copies there what need not be copied."""
 
 from __future__ import annotations
 
@@ -26,3 +26,14 @@ def fused_attention(query: Any, key: Any, value: Any, mask: Any, causal: bool, s
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return output.transpose(1, 2)
+
+
+def write_slots(cache: Any, new: Any, start: Any) -> Any:
+    """`cache` (B, S, K, H) with `new` (B, T, K, H) in the slots from `start`, one integer or a tensor of one.
+
+    Not `keras.ops.slice_update`, which makes an index for each number that it writes.
+    """
+    import torch
+
+    slots = torch.arange(new.shape[1], device=cache.device) + start
+    return cache.index_copy(1, slots, new)
