@@ -67,7 +67,7 @@ def export_onnx(
         dynamic_axes: names of the free axes, `{"source": {0: "batch", 1: "source_length"}}`. Equal names are one axis.
             Without it axis 0 is the batch, and lengths are taken as one where the model needs them equal.
         min_length: smallest size of every free axis but the batch; 1 if None.
-        max_length: largest size; the model's own `max_length` if it has one, else no limit.
+        max_length: largest size; the smallest `max_length` of the model and its layers, if any has one, else no limit.
         output_names: names of the graph's outputs, in the order of the model's. These three are not for a
             `Transformer`, whose graphs have names and axes of their own.
         opset: version of the standard ONNX operators: 23.
@@ -112,7 +112,7 @@ def export_onnx(
     if encoder_decoder and path.suffix == ".onnx":
         raise ExportError(f"{type(model).__name__} becomes a directory of two graphs. Received: path={str(path)!r}")
     _check_target(path, force)
-    limit = getattr(model, "max_length", None)
+    limit = _longest(model)
     if max_length is None:
         max_length = limit
     elif limit is not None and max_length > limit:
@@ -225,6 +225,12 @@ def weights_hash(weights: Sequence[Weight]) -> str:
 
 def _kept_whole(layer: keras.layers.Layer) -> bool:
     return find_rule(type(layer)) is not None
+
+
+def _longest(model) -> int | None:
+    """The smallest `max_length` that the model or a layer in it has; None if there is no limit."""
+    layers = model._flatten_layers() if isinstance(model, keras.Layer) else ()
+    return min((size for layer in layers if isinstance(size := getattr(layer, "max_length", None), int)), default=None)
 
 
 def _is_encoder_decoder(model) -> bool:

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_transformer import layers, losses, models
 from tests import checks
-from tests.checks import Case, ModelCase, numpy, weights_of
+from tests.checks import Case, HeadCase, ModelCase, numpy, weights_of
 
 B, T, S, D, E, V = 3, 5, 7, 6, 13, 11
 
@@ -106,9 +106,93 @@ LAYERS = {
         carries=None,
     ),
     "sinusoidal positions": Case(layers.SinusoidalPositionalEncoding, {"max_wavelength": 500}, X, masks={"x": None}),
+    "learned positions": Case(
+        layers.LearnedPositionalEncoding,
+        {"max_length": 7, "embeddings_initializer": "he_normal"},
+        X,
+        masks={"x": None},
+    ),
     "causal mask": Case(layers.CausalMask, {}, X, masks={"x": None}, carries=None),
 }
-MODELS = {"transformer": ModelCase(models.Transformer, TRANSFORMER, TOKENS, carries="target")}
+SIZES = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 11, "head_dim": 4, "num_kv_heads": 2, "dropout": 0.2}
+CAUSAL_LM = {
+    **{name: value for name, value in BLOCK.items() if name != "kernel_initializer"},
+    **SIZES,
+    "vocabulary_size": V,
+    "position_encoding": "learned",
+    "rotary_base": 500,
+    "rotary_width": 2,
+    "rotary_scaling": {"rope_type": "linear", "factor": 2.0},
+    "scale_embedding": True,
+    "tie_output": True,
+    "max_length": 17,
+    "end_id": 4,
+    "pad_id": 0,
+    "seed": 5,
+}
+PACKED = {
+    "token_ids": ids(B, T),
+    "segment_ids": np.array([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]], "int32"),
+    "positions": np.array([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]], "int32"),
+}
+ENCODER = {
+    **{name: value for name, value in BLOCK.items() if name != "kernel_initializer"},
+    **SIZES,
+    "norm_first": False,
+    "vocabulary_size": V,
+    "position_encoding": "learned",
+    "num_token_types": 2,
+    "embedding_norm": True,
+    "max_length": 17,
+    "pad_id": 0,
+    "seed": 5,
+}
+TYPED = {"token_ids": ids(B, S), "token_types": ids(B, S, seed=1) % 2}
+VISION = {
+    **{name: value for name, value in BLOCK.items() if name not in ("kernel_initializer", "sliding_window")},
+    **SIZES,
+    "num_classes": 5,
+    "image_size": (6, 8),
+    "patch_size": (3, 2),
+    "channels": 2,
+    "pooling": "cls",
+    "seed": 5,
+}
+IMAGES = {"images": floats(B, 6, 8, 2)}
+MODELS = {
+    "transformer": ModelCase(models.Transformer, TRANSFORMER, TOKENS, carries="target"),
+    "GPT-2": ModelCase(models.CausalLM, CAUSAL_LM, {"token_ids": ids(B, S)}, carries=None),
+    "Llama": ModelCase(
+        models.CausalLM,
+        {**CAUSAL_LM, **LLAMA, "position_encoding": "rotary", "tie_output": False, "max_length": None},
+        PACKED,
+        carries=None,
+    ),
+    "BERT": ModelCase(models.Encoder, ENCODER, TYPED, carries="token_ids"),
+    "pre-norm encoder": ModelCase(
+        models.Encoder,
+        {**ENCODER, "norm_first": True, "num_token_types": 0, "position_encoding": "sinusoidal", "max_length": None},
+        {"token_ids": ids(B, S)},
+        carries="token_ids",
+    ),
+    "masked LM": HeadCase(models.MaskedLM, {"encoder": ENCODER, "activation": "relu"}, TYPED, carries="token_ids"),
+    "token classifier": HeadCase(
+        models.TokenClassifier, {"encoder": ENCODER, "num_classes": 3, "dropout": 0.3}, TYPED, carries="token_ids"
+    ),
+    "classifier": HeadCase(
+        models.SequenceClassifier,
+        {"encoder": ENCODER, "num_classes": 3, "pooling": "mean", "hidden_activation": "relu", "dropout": 0.3},
+        TYPED,
+        carries=None,
+    ),
+    "sentence encoder": HeadCase(
+        models.SentenceEncoder, {"encoder": ENCODER, "pooling": "mean", "normalize": True}, TYPED, carries=None
+    ),
+    "ViT": ModelCase(models.VisionTransformer, VISION, IMAGES, carries=None, fixed=True),
+    "ViT, mean": ModelCase(
+        models.VisionTransformer, {**VISION, "pooling": "mean", "num_classes": None}, IMAGES, carries=None, fixed=True
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LAYERS)

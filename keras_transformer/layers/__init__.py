@@ -2,7 +2,11 @@
 
 from keras_transformer.layers.attention import CrossAttention, MultiHeadSelfAttention
 from keras_transformer.layers.blocks import TransformerDecoderBlock, TransformerEncoderBlock
-from keras_transformer.layers.embedding import SinusoidalPositionalEncoding, TokenEmbedding
+from keras_transformer.layers.embedding import (
+    LearnedPositionalEncoding,
+    SinusoidalPositionalEncoding,
+    TokenEmbedding,
+)
 from keras_transformer.layers.feed_forward import FeedForward
 from keras_transformer.layers.masks import CausalMask
 from keras_transformer.layers.stacks import TransformerDecoder, TransformerEncoder
@@ -11,6 +15,7 @@ __all__ = [
     "CausalMask",
     "CrossAttention",
     "FeedForward",
+    "LearnedPositionalEncoding",
     "MultiHeadSelfAttention",
     "SinusoidalPositionalEncoding",
     "TokenEmbedding",

@@ -17,7 +17,7 @@ from keras_transformer.layers.attention import (
     one_of_memory_and,
     results,
 )
-from keras_transformer.layers.feed_forward import FeedForward
+from keras_transformer.layers.feed_forward import FeedForward, activation_of
 from keras_transformer.layers.masks import padding_mask_of
 
 NORMS = {"layer": keras.layers.LayerNormalization, "rms": keras.layers.RMSNormalization}
@@ -53,7 +53,7 @@ class Configured(keras.layers.Layer):
         self.head_dim = head_dim
         self.num_kv_heads = num_kv_heads
         self.dropout = dropout
-        self.activation = keras.activations.get(activation)
+        self.activation = activation_of(activation)
         self.gated = gated
         self.norm_first = norm_first
         self.norm = norm

@@ -1,4 +1,4 @@
-"""Token embeddings, which also serve as tied output projection, and sinusoidal positions."""
+"""Token embeddings, which also serve as tied output projection, and encodings of positions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_transformer._validation import positive_integers, positive_numbers, sequence_width
+from keras_transformer._validation import check_length, positive_integers, positive_numbers, sequence_width
 from keras_transformer.ops import positions as token_positions
 from keras_transformer.ops import sinusoidal_encoding
 from keras_transformer.ops.attention import agree
@@ -115,23 +115,12 @@ class TokenEmbedding(keras.layers.Layer):
         }
 
 
-@keras.saving.register_keras_serializable(package="keras_transformer")
-class SinusoidalPositionalEncoding(keras.layers.Layer):
-    """Adds the sinusoidal encoding of positions ("Attention Is All You Need", section 3.5).
+class _PositionalEncoding(keras.layers.Layer):
+    """Adds to each vector what stands for its position."""
 
-    Columns are interleaved: sine in the even ones, cosine in the odd ones. There is no table and no longest length;
-    the encoding is computed in float32 whatever the dtype policy, and cast once.
-
-    Args:
-        max_wavelength: the base of the geometric progression of wavelengths.
-        **kwargs: `name`, `dtype`, `trainable`.
-    """
-
-    def __init__(self, max_wavelength: float = 10000, **kwargs):
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        positive_numbers(max_wavelength=max_wavelength)
         self.supports_masking = True
-        self.max_wavelength = max_wavelength
 
     def call(self, x: Any, positions: Any = None) -> Any:
         """Adds the encoding.
@@ -144,10 +133,11 @@ class SinusoidalPositionalEncoding(keras.layers.Layer):
             ValueError: if `x` or `positions` are of another rank, or `positions` are not integers or do not fit `x`.
         """
         self._check(x, positions)
-        if positions is None:
-            positions = token_positions(ops.shape(x)[1])
-        encoding = sinusoidal_encoding(positions, x.shape[-1], self.max_wavelength)
-        return ops.add(x, ops.cast(encoding, x.dtype))
+        return ops.add(x, ops.cast(self._encoding(x, positions), x.dtype))
+
+    def _encoding(self, x, positions):
+        """The encoding (B|1, T, D) of `positions`, or of 0 … T-1, for `x` (B, T, D)."""
+        raise NotImplementedError
 
     def compute_output_spec(self, x, positions=None):
         self._check(x, positions)
@@ -172,5 +162,74 @@ class SinusoidalPositionalEncoding(keras.layers.Layer):
     def compute_output_shape(self, x_shape):
         return tuple(x_shape)
 
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class SinusoidalPositionalEncoding(_PositionalEncoding):
+    """Adds the sinusoidal encoding of positions ("Attention Is All You Need", section 3.5).
+
+    Columns are interleaved: sine in the even ones, cosine in the odd ones. There is no table and no longest length;
+    the encoding is computed in float32 whatever the dtype policy, and cast once.
+
+    Args:
+        max_wavelength: the base of the geometric progression of wavelengths.
+        **kwargs: `name`, `dtype`, `trainable`.
+    """
+
+    def __init__(self, max_wavelength: float = 10000, **kwargs):
+        super().__init__(**kwargs)
+        positive_numbers(max_wavelength=max_wavelength)
+        self.max_wavelength = max_wavelength
+
+    def _encoding(self, x, positions):
+        if positions is None:
+            positions = token_positions(ops.shape(x)[1])
+        return sinusoidal_encoding(positions, x.shape[-1], self.max_wavelength)
+
     def get_config(self):
         return {**super().get_config(), "max_wavelength": self.max_wavelength}
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class LearnedPositionalEncoding(_PositionalEncoding):
+    """Adds a learned vector for each position, as BERT and GPT-2 do.
+
+    Args:
+        max_length: number of positions, the longest length.
+        embeddings_initializer: initializer of the table (max_length, D).
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    `call` raises ValueError on a length above `max_length`. What `positions` hold cannot be checked: those from
+    `max_length` on give an error or NaN on most backends.
+    """
+
+    def __init__(self, max_length: int, embeddings_initializer: Any = None, **kwargs):
+        super().__init__(**kwargs)
+        positive_integers(max_length=max_length)
+        self.max_length = max_length
+        self.embeddings_initializer = keras.initializers.get(
+            keras.initializers.RandomNormal(stddev=0.02) if embeddings_initializer is None else embeddings_initializer
+        )
+
+    def build(self, x_shape):
+        self.embeddings = self.add_weight(
+            shape=(self.max_length, sequence_width(x_shape)),
+            initializer=self.embeddings_initializer,
+            name="embeddings",
+        )
+
+    def _encoding(self, x, positions):
+        if positions is None:
+            return ops.expand_dims(self.embeddings[: ops.shape(x)[1]], 0)
+        return ops.take(self.embeddings, positions, axis=0)
+
+    def _check(self, x, positions):
+        super()._check(x, positions)
+        if positions is None and x.shape[1] is not None:
+            check_length(x.shape[1], self.max_length, "length")
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "max_length": self.max_length,
+            "embeddings_initializer": keras.initializers.serialize(self.embeddings_initializer),
+        }

@@ -13,19 +13,45 @@ from keras_transformer.ops.attention import agree
 from keras_transformer.ops.positions import waves
 
 
-def rotary_frequencies(width: int, base: float = 10000) -> tuple[float, ...]:
+def rotary_frequencies(width: int, base: float = 10000, scaling: dict[str, Any] | None = None) -> tuple[float, ...]:
     """The frequencies `base ** (-2i / width)`, i = 0 … width/2 - 1, in radians a position.
 
     Args:
         width: how many entries of each head are rotated, an even number.
         base: the base of the geometric progression.
+        scaling: how a model that was trained on short texts was made to read longer ones, in the words of published
+            configurations: `{"rope_type": "linear", "factor": f}` divides all frequencies by f
+            (https://arxiv.org/abs/2306.15595); `{"rope_type": "llama3", "factor": f, "low_freq_factor": l,
+            "high_freq_factor": h, "original_max_position_embeddings": n}` divides those of waves longer than n / l
+            positions, leaves those of waves shorter than n / h, and passes from one to the other in between.
 
     Raises:
-        ValueError: if `width` is odd or below 2.
+        ValueError: if `width` is odd or below 2, or `scaling` is of another type or lacks a number.
     """
     if width < 2 or width % 2:
         raise ValueError(f"`width` must be an even number, 2 or more. Received: width={width}")
-    return tuple((float(base) ** (-np.arange(0, width, 2) / width)).tolist())
+    frequencies = float(base) ** (-np.arange(0, width, 2) / width)
+    kind = "default" if scaling is None else scaling.get("rope_type", scaling.get("type"))
+    if kind not in _SCALINGS:
+        raise ValueError(f"`scaling` must be of a rope_type of {sorted(_SCALINGS)}. Received: scaling={scaling}")
+    missing = [name for name in _SCALINGS[kind] if name not in scaling]
+    if missing:
+        raise ValueError(f"`scaling` of type {kind!r} must give {missing}. Received: scaling={scaling}")
+    if kind == "linear":
+        frequencies = frequencies / scaling["factor"]
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scaling["factor"])
+    return tuple(frequencies.tolist())
+
+
+_SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 def rotary_encoding(positions: Any, frequencies: tuple[float, ...]) -> Any:

@@ -1,0 +1,117 @@
+"""What all models share: named configurations, the loss that suits them, fine-tuning with few weights."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import keras
+
+from keras_transformer._validation import positive_integers
+from keras_transformer.layers import CrossAttention, MultiHeadSelfAttention
+
+# The arguments that go to a model's stack as they are.
+STACK_ARGUMENTS = (
+    "num_layers",
+    "num_heads",
+    "d_ff",
+    "head_dim",
+    "num_kv_heads",
+    "dropout",
+    "activation",
+    "gated",
+    "norm_first",
+    "norm",
+    "norm_epsilon",
+    "use_bias",
+    "sliding_window",
+)
+
+
+class BaseModel(keras.Model):
+    """A model whose weights all exist as soon as it does.
+
+    Attributes:
+        presets: arguments by the name of a published configuration.
+    """
+
+    presets: dict[str, dict[str, Any]] = {}
+
+    @classmethod
+    def from_preset(cls, name: str, **arguments: Any) -> BaseModel:
+        """A model of a published configuration, with new weights.
+
+        Args:
+            name: one of `presets`.
+            **arguments: further arguments, which win over those of the configuration.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        if name not in cls.presets:
+            raise ValueError(f"`name` must be one of {sorted(cls.presets)}. Received: name={name!r}")
+        return cls(**{**cls.presets[name], **arguments})
+
+    def compile(self, optimizer: Any = "adam", loss: Any = None, metrics: Any = None, **kwargs: Any) -> None:
+        """As `keras.Model.compile`; without a `loss`, the model's own loss and metrics are used.
+
+        Args:
+            optimizer: an optimizer, or its name.
+            loss: a loss, or its name.
+            metrics: list of metrics.
+            **kwargs: the other arguments of `keras.Model.compile`.
+        """
+        if loss is None:
+            loss = self.default_loss()
+            metrics = self.default_metrics() if metrics is None else metrics
+        super().compile(optimizer, loss=loss, metrics=metrics, **kwargs)
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compiles as a saved model was compiled; Keras leaves that to classes with a `compile` of their own."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None:
+            self.optimizer.build(self.trainable_variables)
+
+    def default_loss(self) -> Any:
+        """The loss that `compile` takes if it is given none."""
+        return None
+
+    def default_metrics(self) -> Any:
+        """The metrics that `compile` takes if it is given no loss."""
+        return None
+
+    def enable_lora(self, rank: int, alpha: float | None = None) -> None:
+        """Freezes all weights, and adds low-rank ones to the query and value projections (LoRA, arXiv:2106.09685).
+
+        Args:
+            rank: of the added matrices.
+            alpha: scale, of which alpha / rank multiplies what they add; `rank` if None.
+
+        Raises:
+            ValueError: `rank` is no positive integer.
+        """
+        positive_integers(rank=rank)
+        for layer in self._flatten_layers(include_self=False):
+            if not layer._layers and not isinstance(layer, keras.Model):
+                layer.trainable = False
+        for layer in self._flatten_layers():
+            if isinstance(layer, MultiHeadSelfAttention | CrossAttention):
+                for dense in (layer.query_dense, layer.value_dense):
+                    dense.trainable = True
+                    dense.enable_lora(rank, lora_alpha=alpha)
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None):
+    """Makes initializers that have no seed of their own follow from `seed`, and leaves the global state alone."""
+    if seed is None:
+        yield
+        return
+    # Where Keras takes a seed from, when none is given: what `keras.utils.set_random_seed` sets.
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
