@@ -41,7 +41,7 @@ $(VENV)/.installed-%: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.installed-tests: $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing all three backends and the development tools into $(VENV) (some minutes the first time)"
-	@$(PIP) -e ".[tensorflow,jax,torch,onnx,tf2onnx,text,plot,dev]"
+	@$(PIP) -e ".[tensorflow,jax,torch,onnx,tf2onnx,text,plot,pretrained,dev]"
 	@touch $@ $(BACKENDS:%=$(VENV)/.installed-%)
 
 demo: $(VENV)/.installed-$(BACKEND)

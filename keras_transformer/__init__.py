@@ -19,6 +19,7 @@ _SUBMODULES = (
     "models",
     "ops",
     "plot",
+    "pretrained",
     "schedules",
     "text",
 )

@@ -1,0 +1,82 @@
+"""From a folder to a model: which family it is of, and every tensor to its place."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_transformer.pretrained.checkpoint import Checkpoint
+from keras_transformer.pretrained.families import FAMILIES, Part
+
+
+def load(directory: str | os.PathLike, dtype: Any = None, **arguments: Any) -> keras.Model:
+    """A model with the weights of a local folder in Hugging Face's layout: `config.json` and safetensors.
+
+    The class follows from the folder: `models.Encoder` and its heads (BERT, RoBERTa, DistilBERT, and what has their
+    shape), `models.SentenceEncoder` if the folder is one of sentence-transformers, `models.CausalLM` (GPT-2, Llama,
+    Mistral), `models.VisionTransformer` (ViT). Every tensor of the folder has to find its place, and every weight of
+    the model its tensor.
+
+    Args:
+        directory: the folder. Nothing is downloaded, nothing is unpickled.
+        dtype: dtype policy of the model; Keras' own if None. The weights' dtype in the file plays no part.
+        **arguments: constructor arguments that win over what the configuration says, such as `dropout=0.0`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a family, an activation or a setting that is not supported; a tensor that is missing, is left over,
+            or has another shape (the message names it).
+    """
+    checkpoint = Checkpoint(directory)
+    kind = checkpoint.setting("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{checkpoint.directory / 'config.json'} must be of a `model_type` of {sorted(FAMILIES)}. "
+            f"Received: model_type={kind!r}"
+        )
+    model, parts, ignored = FAMILIES[kind](checkpoint, {"dtype": dtype, **arguments})
+    _fill(model, parts, checkpoint)
+    checkpoint.check_all_used(ignored)
+    return model
+
+
+def load_tokenizer(directory: str | os.PathLike) -> Any:
+    """The `tokenizers.Tokenizer` of the folder's `tokenizer.json`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no tokenizer.
+    """
+    import tokenizers
+
+    path = pathlib.Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} holds no tokenizer.json.")
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the package raises bare Exception for a malformed file
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+
+
+def _fill(model, parts: list[Part], checkpoint):
+    """Assigns every weight of the model."""
+    missing = {id(weight): weight for weight in model.weights if weight.name != "seed_generator_state"}
+    for part in parts:
+        for weight, key, read in part.weights():
+            array = read(checkpoint)
+            if tuple(array.shape) != tuple(weight.shape):
+                raise ValueError(
+                    f"Tensor {key!r} of {checkpoint.directory} does not fit {weight.path}, of shape "
+                    f"{tuple(weight.shape)}. Received: shape {tuple(array.shape)} (as stored: "
+                    f"{tuple(checkpoint.take(key).shape)})"
+                )
+            weight.assign(np.asarray(array, "float32"))
+            missing.pop(id(weight), None)
+    if missing:
+        raise ValueError(
+            f"Nothing in {checkpoint.directory} is loaded into {[weight.path for weight in missing.values()]}."
+        )
