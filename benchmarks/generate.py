@@ -98,7 +98,7 @@ def onnx_runtime(model: Transformer, source: np.ndarray, tokens: int, folder: st
 
     export_onnx(model, os.path.join(folder, "model"), verify=False)
     runner = OnnxTransformer(os.path.join(folder, "model"))
-    return lambda: runner.generate(source, max_length=tokens)
+    return lambda: runner.generate(source, max_new_tokens=tokens)
 
 
 def main() -> None:
@@ -116,9 +116,9 @@ def main() -> None:
     shape = (options.batch, options.source_length)
     source = np.random.default_rng(0).integers(3, VOCABULARY, shape).astype("int32")
     runs = {
-        "ours": lambda: model.generate(source, max_length=options.tokens),
+        "ours": lambda: model.generate(source, max_new_tokens=options.tokens),
         "recomputation": recomputation(model, source, options.tokens),
-        "step by step": lambda: model.generate(source, max_length=options.tokens, compile=False),
+        "step by step": lambda: model.generate(source, max_new_tokens=options.tokens, compile=False),
     }
     if keras.backend.backend() == "torch" and importlib.util.find_spec("transformers"):
         runs["transformers"] = marian(options, source)

@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
     )
     translate.add_argument("directory", metavar="DIR", help="exported directory with a tokenizer.json")
     translate.add_argument(
-        "--max-length", type=_positive, metavar="N", help="longest output, in tokens (default: input + 50)"
+        "--max-new-tokens", type=_positive, metavar="N", help="longest output, in tokens (default: input + 50)"
     )
     translate.add_argument(
         "--batch-size", type=_positive, default=32, metavar="N", help="lines translated together (default: %(default)s)"
@@ -268,7 +268,7 @@ def _translate(options):
         texts = [line.removesuffix("\n").removesuffix("\r") for line in lines]
         filled = [text for text in texts if text.strip()]
         try:
-            results = iter(runner.translate(filled, options.max_length, options.batch_size))
+            results = iter(runner.translate(filled, options.max_new_tokens, options.batch_size))
         except ValueError as error:
             raise ValueError(f"In lines {done + 1} to {done + len(lines)}, not counting empty ones: {error}") from error
         done += len(lines)

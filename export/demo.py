@@ -237,7 +237,7 @@ def translate_keras(model, tokenizer, texts: Sequence[str]) -> list[str]:
     source = padded(tokenizer.encode(texts), SOURCE_LENGTH)
     results: list[str] = []
     for start in range(0, len(source), BATCH):
-        ids = model.generate(source[start : start + BATCH], max_length=TARGET_LENGTH)
+        ids = model.generate(source[start : start + BATCH], max_new_tokens=TARGET_LENGTH)
         results += tokenizer.decode(ids.tolist())
     return results
 

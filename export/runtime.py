@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_transformer import _validation
 from keras_transformer.export.errors import NotAnExportError
-from keras_transformer.generation.rules import Rules, generated_length
+from keras_transformer.generation.mixin import GenerationMixin
+from keras_transformer.generation.request import Request, source_request
+from keras_transformer.generation.rules import Engine, Rules
 from keras_transformer.generation.stream import collect_tokens, stream_tokens
 
 # What `config.json` says of itself: the exporter writes it, this file reads it.
 FORMAT, FORMAT_VERSION = "keras_transformer", 1
 
 
-class OnnxTransformer:
+class OnnxTransformer(GenerationMixin):
     """An exported encoder–decoder model.
 
     Args:
@@ -56,36 +59,25 @@ class OnnxTransformer:
         options = default_options(threads)
         self._encoder = open_session(self.directory / "encoder.onnx", options, providers)
         self._decoder = open_session(self.directory / "decoder.onnx", options, providers)
-        self._rules = Rules(end_id=self.config["end_id"], pad_id=self.config["pad_id"])
+        self._generator = _Generator(self._decoding)
         self.tokenizer = None
         if (self.directory / "tokenizer.json").exists():
             from keras_transformer.text import Tokenizer
 
             self.tokenizer = Tokenizer.load(self.directory / "tokenizer.json")
 
-    def generate(self, source_ids: Any, max_length: int | None = None) -> np.ndarray:
-        """Greedy generation with a key/value cache.
+    def translate(
+        self, texts: Sequence[str], max_new_tokens: int | None = None, batch_size: int = 32, **options: Any
+    ) -> list[str]:
+        """Text in, text out. Texts of similar length share a batch; the results keep the order of `texts`.
 
         Args:
-            source_ids: integers (B, S), or B rows of unequal length, which are padded on the right.
-            max_length: the most tokens a row gets; default: S + 50, within the model's own limit.
-
-        Returns:
-            int32 (B, L), L at most `max_length`. A row ends with the end id, if it fits, and then holds
-            padding.
-
-        Raises:
-            ValueError: ids outside the vocabulary (naming value and row), a row that is wholly padding, or a
-                length over the model's limit.
-        """
-        return collect_tokens(*self._steps(source_ids, max_length), self._rules)
-
-    def stream(self, source_ids: Any, max_length: int | None = None) -> Iterator[np.ndarray]:
-        """Like `generate`, token by token: yields int32 (B,) as soon as they are known."""
-        return stream_tokens(*self._steps(source_ids, max_length), self._rules)
-
-    def translate(self, texts: Sequence[str], max_length: int | None = None, batch_size: int = 32) -> list[str]:
-        """Text in, text out. Texts of similar length share a batch; the results keep the order of `texts`.
+            texts: what is to be translated.
+            max_new_tokens: the most tokens a text gets; its batch's longest source + 50, within the model's limit, if
+                None.
+            batch_size: texts that are translated together. With a seed it changes nothing: a text's random draws depend
+                on its place in `texts`.
+            **options: `temperature`, `num_beams` and so on, as in `generate`.
 
         Raises:
             ValueError: the directory holds no tokenizer; else as in `generate`.
@@ -107,32 +99,54 @@ class OnnxTransformer:
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            ids = self.generate([rows[i] for i in batch], max_length)
+            request = self.generation_request([rows[i] for i in batch], max_new_tokens)
+            request = dataclasses.replace(request, rows=np.array(batch, np.int32)).asking(**options)
+            ids = self._generator.generate(request)
             for i, text in zip(batch, self.tokenizer.decode(ids.tolist()), strict=True):
                 results[i] = text
         return results
 
-    def _steps(self, source_ids, max_length):
-        """The step function, its first tokens and the number of steps, as `generation.stream` takes them."""
-        source = self._checked(source_ids, max_length)
-        if max_length is None:
-            max_length = generated_length(source.shape[1], self.config["max_length"])
-        encoded = Decoding(self._decoder, self.config, encode(self._encoder, source), len(source))
-        start = np.full(len(source), self.config["start_id"], np.int32)
-        return encoded.step, start, max_length
-
-    def _checked(self, source_ids, max_length):
+    def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
+        """The sources (B, S), padded with 0 or of unequal length, once they are checked."""
         config = self.config
-        source = _validation.id_batch(source_ids, "source_ids", config["pad_id"])
-        _validation.check_ids(source, config["source_vocabulary_size"], "source_ids")
-        _validation.check_not_empty(source, config["pad_id"], "source_ids")
-        _validation.check_length(source.shape[1], config["max_length"], "source length")
-        if max_length is not None:
-            _validation.check_length(max_length, config["max_length"], "max_length")
-        return source
+        return source_request(
+            inputs,
+            max_new_tokens,
+            config["source_vocabulary_size"],
+            config["target_vocabulary_size"],
+            config["max_length"],
+            config["start_id"],
+            Rules(end_id=config["end_id"], pad_id=config["pad_id"]),
+        )
+
+    def _decoding(self, source):
+        """The state before the first token, for valid int32 ids (B, S)."""
+        return Decoding(self._decoder, self.config, encode(self._encoder, source), len(source))
 
     def __repr__(self):
         return f"OnnxTransformer({str(self.directory)!r})"
+
+
+class _Generator:
+    """Runs a `Request` in NumPy; `decoding` is the function from a source to its `Decoding`."""
+
+    def __init__(self, decoding):
+        self._decoding = decoding
+
+    def generate(self, request, compile=None):
+        ids, _, (_, notes) = collect_tokens(self._steps(request, compile))
+        return request.rules.result(ids, notes)
+
+    def stream(self, request, compile=None):
+        return (tokens for tokens, _, _ in self._steps(request, compile))
+
+    def _steps(self, request, compile):
+        if compile is not None:
+            raise ValueError(f"`compile` must be None: an exported model is compiled. Received: compile={compile!r}")
+        rules, length = request.rules, request.max_new_tokens
+        engine = Engine(lambda tokens, position, decoding: (decoding.step(tokens, position), decoding), Decoding.take)
+        begun = rules.begin(engine, self._decoding(request.inputs["source"]), request.start, length)
+        return stream_tokens(rules.advance(engine), *begun, range(length))
 
 
 class Decoding:
@@ -157,6 +171,12 @@ class Decoding:
         batch = len(tokens)
         mask = np.ones((batch, position + 1), np.int64)
         return self.run(tokens, mask, np.full((batch, 1), position, np.int64))[:, -1]
+
+    def take(self, index: np.ndarray) -> Decoding:
+        """The same object, its rows those that `index` names."""
+        for tensors in (self._encoded, self.past):
+            tensors.update({name: _ort_value(value.numpy()[index]) for name, value in tensors.items()})
+        return self
 
     def run(self, input_ids: np.ndarray, attention_mask: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
         """Logits (B, T, V) of T further tokens, whose keys and values join the cache.

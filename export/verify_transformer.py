@@ -154,10 +154,10 @@ def compare_tokens(model, directory, config, sources, forward) -> TokenCheck:
         return result
     limit = config["max_length"]
     length = GENERATED if limit is None else min(GENERATED, limit)
-    keras_ids = model.generate(source, max_length=length)
+    keras_ids = model.generate(source, length)
     runner = runtime.OnnxTransformer(directory)
-    forced = _forced_choices(runner, source, keras_ids)
-    free = runner.generate(source, max_length=length)
+    forced = _forced_choices(runner, source, keras_ids, config["start_id"])
+    free = runner.generate(source, length)
     free = np.pad(free, ((0, 0), (0, length)), constant_values=config["pad_id"])[:, : keras_ids.shape[1]]
     ended = np.cumsum(keras_ids == config["end_id"], axis=1) - (keras_ids == config["end_id"]) > 0
     result.rows, result.tokens = len(source), int((~ended).sum())
@@ -183,11 +183,11 @@ def compare_tokens(model, directory, config, sources, forward) -> TokenCheck:
     return result
 
 
-def _forced_choices(runner, source, keras_ids):
+def _forced_choices(runner, source, keras_ids, start_id):
     """ONNX Runtime's greedy choice at each position after the tokens that Keras generated."""
-    step, tokens, _ = runner._steps(source, keras_ids.shape[1])
-    choices = []
+    decoding = runner._decoding(source)
+    choices, tokens = [], np.full(len(source), start_id, np.int32)
     for position in range(keras_ids.shape[1]):
-        choices.append(greedy(step(tokens[:, None], position)))
+        choices.append(greedy(decoding.step(tokens[:, None], position)))
         tokens = keras_ids[:, position]
     return np.stack(choices, 1)

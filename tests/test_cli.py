@@ -130,7 +130,7 @@ def test_import_finds_the_models_own_layers(tmp_path, monkeypatch, capsys):
 
 def test_translate_needs_no_keras(saved):
     text = "May 3rd, 2027\n\n21.12.1956\r\nJuly — süß"
-    result = run_without_keras("translate", saved / "exported", "--max-length", 4, "--threads", 1, text=text)
+    result = run_without_keras("translate", saved / "exported", "--max-new-tokens", 4, "--threads", 1, text=text)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.decode().split("\n")
     assert len(lines) == 5 and lines[1] == lines[4] == ""

@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_transformer._validation import check_ids, check_length, check_not_empty, id_batch
 from keras_transformer.generation.loop import loop_tokens
-from keras_transformer.generation.rules import Rules, generated_length, greedy, trim
+from keras_transformer.generation.rules import Engine, Rules
 from keras_transformer.generation.stream import collect_tokens, stream_tokens
 from keras_transformer.losses import MaskedCrossentropy
 from keras_transformer.models import Transformer
@@ -55,92 +55,63 @@ def uncached(model, source, max_length):
         finished |= ids[:, position] == model.end_id
         if position + 1 < max_length:
             target[:, position + 1] = ids[:, position]
-    return trim(ids, model.end_id), gap
-
-
-# Rules
-
-
-@pytest.mark.parametrize("xp", [np, ops], ids=["numpy", "keras.ops"])
-def test_greedy_takes_the_lowest_of_equal_ids(xp):
-    logits = np.array([[1, 3, 3, 0], [2, 2, 2, 2], [0, -1, -2, 5]], "float32")
-    ids = greedy(logits if xp is np else ops.convert_to_tensor(logits), xp)
-    assert keras.backend.standardize_dtype(ids.dtype) == "int32"
-    assert numpy(ids).tolist() == [1, 0, 3] if xp is ops else ids.tolist() == [1, 0, 3]
-
-
-@pytest.mark.parametrize("xp", [np, ops], ids=["numpy", "keras.ops"])
-def test_a_finished_row_is_padded(xp):
-    logits, finished = np.eye(4, dtype="float32")[[3, 2, 2]], np.array([False, False, True])
-    if xp is ops:
-        logits, finished = ops.convert_to_tensor(logits), ops.convert_to_tensor(finished)
-    tokens, finished = Rules(end_id=2, pad_id=0).next_tokens(logits, finished, xp)
-    assert [int(t) for t in tokens] == [3, 2, 0]
-    assert [bool(f) for f in finished] == [False, True, True]
-
-
-def test_filters_run_in_order_before_the_choice():
-    rules = Rules(end_id=9, filters=(lambda x, xp: xp.where(x > 2, -x, x), lambda x, xp: x + xp.arange(3)))
-    tokens, _ = rules.next_tokens(np.array([[3.0, 1.0, 0.5]]), np.array([False]))
-    assert tokens.tolist() == [2]
-
-
-def test_trim():
-    ids = np.array([[5, 2, 0, 0, 0], [5, 5, 2, 0, 0]])
-    assert trim(ids, 2).tolist() == [[5, 2, 0], [5, 5, 2]]
-    assert trim(ids, 7).shape == (2, 5)
-
-
-def test_default_length():
-    assert generated_length(7) == 57
-    assert generated_length(7, 30) == 30
+    ended = np.cumsum(ids == model.end_id, axis=1).astype(bool).all(axis=0)
+    return ids[:, : min(1 + np.sum(~ended), max_length)], gap
 
 
 # Loops
 
 
-@pytest.mark.parametrize("max_length", [1, 5, 13])
-def test_both_loops_give_the_same_ids(max_length):
+@pytest.mark.parametrize("length", [1, 5, 13])
+def test_both_loops_give_the_same_ids(length):
     """From the same table of logits, with ties, in which rows end at different positions."""
     rng = np.random.default_rng(0)
     table = rng.integers(-3, 3, (13, 4, 7)).astype("float32")
     table[:, :, 2] -= 2
     table[3, 1, 2] = table[6, 2, 2] = table[11, 0, 2] = 9
-    rules = Rules(end_id=2, filters=(lambda logits, xp: logits * 2,))
+    rules = Rules(end_id=2)
     start = np.ones(4, "int32")
-
-    def numpy_step(tokens, position):
-        return table[position] + tokens
-
-    expected = collect_tokens(numpy_step, start, max_length, rules)
+    engine = Engine(lambda tokens, position, calls: (table[position] + tokens, calls + 1))
+    begun = rules.begin(engine, 0, start, 16)
+    expected, finished, state = collect_tokens(stream_tokens(rules.advance(engine), *begun, range(length)))
+    assert state == (length, {})
+    assert (expected[finished & (np.cumsum(expected == 2, axis=1) - (expected == 2) > 0)] == 0).all()
 
     @compiled
-    def run(table, start, max_length):
+    def run(table, start, length):
         def step(tokens, position, calls):
-            logits = ops.take(table, position, axis=0) + ops.cast(tokens, "float32")
-            return logits, calls + 1
+            return ops.take(table, position, axis=0) + ops.cast(tokens, "float32"), calls + 1
 
-        return loop_tokens(step, ops.convert_to_tensor(0), start, max_length, 16, rules)
+        engine = Engine(step, xp=ops)
+        begun = rules.begin(engine, ops.convert_to_tensor(0), start, 16)
+        return loop_tokens(rules.advance(engine), *begun, length, 16)
 
-    ids = numpy(run(ops.convert_to_tensor(table), ops.convert_to_tensor(start), ops.convert_to_tensor(max_length)))
-    assert ids.shape == (4, 16)
-    np.testing.assert_array_equal(trim(ids[:, :max_length], 2), expected)
-    assert (ids[:, expected.shape[1] :] == 0).all()
+    ids, count, (calls, _) = numpy(run(*map(ops.convert_to_tensor, (table, start, length))))
+    assert ids.shape == (4, 16) and count == calls == length
+    np.testing.assert_array_equal(ids[:, :length], expected)
 
 
-def test_streaming_stops_when_all_rows_have_ended():
+def test_loops_stop_when_all_rows_have_ended():
     calls = []
 
-    def step(tokens, position):
+    def step(tokens, position, cache):
         calls.append(position)
-        return np.eye(5)[[2 if position >= row + 2 else 4 for row in range(3)]]
+        return np.eye(5)[[2 if position >= row + 2 else 4 for row in range(3)]], cache
 
-    rules, start = Rules(end_id=2), np.ones(3, "int32")
-    tokens = np.stack(list(stream_tokens(step, start, 100, rules)), axis=1)
+    rules = Rules(end_id=2)
+    engine = Engine(step)
+
+    def steps(length, **options):
+        return stream_tokens(
+            rules.advance(engine), *rules.begin(engine, None, np.ones(3, "int32"), 9), length, **options
+        )
+
+    tokens, finished, _ = collect_tokens(steps(range(100)))
     assert tokens.tolist() == [[4, 4, 2, 0, 0], [4, 4, 4, 2, 0], [4, 4, 4, 4, 2]]
+    assert finished.sum(axis=1).tolist() == [3, 2, 1]
     assert calls == [0, 1, 2, 3, 4]
-    assert len(list(stream_tokens(step, start, 100, rules, check_every=4))) == 8
-    assert len(list(stream_tokens(step, start, 3, rules, check_every=4))) == 3
+    assert len(list(steps(range(100), check_every=4))) == 8
+    assert len(list(steps(range(3), check_every=4))) == 3
 
 
 def test_rules_and_streaming_need_no_keras():
@@ -162,17 +133,17 @@ assert not loaded, loaded
 def test_equals_the_loop_without_a_cache(model, compile):
     expected, gap = uncached(model, SOURCE, 10)
     assert gap > 1e-4, "the example must not hang on rounding"
-    ids = model.generate(SOURCE, max_length=10, compile=compile)
+    ids = model.generate(SOURCE, max_new_tokens=10, compile=compile)
     assert ids.dtype == np.int32
     np.testing.assert_array_equal(ids, expected)
 
 
 def test_rows_end(model, monkeypatch):
-    free = model.generate(SOURCE, max_length=10)
+    free = model.generate(SOURCE, max_new_tokens=10)
     # The token that row 0 makes at its third step, taken for the end.
     end_id = int(free[0, 2])
     monkeypatch.setattr(model, "end_id", end_id)
-    ids = model.generate(SOURCE, max_length=10)
+    ids = model.generate(SOURCE, max_new_tokens=10)
     lengths = [np.append(np.flatnonzero(row == end_id) + 1, 10)[0] for row in free]
     assert ids.shape[1] == max(lengths)
     for row, before, length in zip(ids, free, lengths, strict=True):
@@ -181,28 +152,28 @@ def test_rows_end(model, monkeypatch):
 
 
 def test_batch_and_padding_change_nothing(model):
-    ids = model.generate(SOURCE, max_length=10)
+    ids = model.generate(SOURCE, max_new_tokens=10)
     wide = np.pad(SOURCE, ((0, 0), (0, 1)))
-    np.testing.assert_array_equal(model.generate(wide, max_length=10), ids)
+    np.testing.assert_array_equal(model.generate(wide, max_new_tokens=10), ids)
     ragged = [[4, 9, 3, 5], [1, 10, 2, 2, 7, 3, 8], [6]]
-    np.testing.assert_array_equal(model.generate(ragged, max_length=10), ids)
-    np.testing.assert_array_equal(model.generate(SOURCE.astype("int64")[[2, 0, 1]], max_length=10), ids[[2, 0, 1]])
-    np.testing.assert_array_equal(model.generate(ops.convert_to_tensor(SOURCE), max_length=9), ids[:, :9])
+    np.testing.assert_array_equal(model.generate(ragged, max_new_tokens=10), ids)
+    np.testing.assert_array_equal(model.generate(SOURCE.astype("int64")[[2, 0, 1]], max_new_tokens=10), ids[[2, 0, 1]])
+    np.testing.assert_array_equal(model.generate(ops.convert_to_tensor(SOURCE), max_new_tokens=9), ids[:, :9])
 
 
 def test_a_second_source_does_not_see_the_first(model):
     other = np.array([[7, 7, 3, 2, 9, 9, 1], [2, 0, 0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 10, 0]], "int32")
-    first = model.generate(SOURCE, max_length=10)
-    np.testing.assert_array_equal(model.generate(other, max_length=10), uncached(model, other, 10)[0])
-    np.testing.assert_array_equal(model.generate(SOURCE, max_length=10), first)
+    first = model.generate(SOURCE, max_new_tokens=10)
+    np.testing.assert_array_equal(model.generate(other, max_new_tokens=10), uncached(model, other, 10)[0])
+    np.testing.assert_array_equal(model.generate(SOURCE, max_new_tokens=10), first)
 
 
 def test_new_weights_are_seen_and_programs_kept():
     model = toy(num_layers=1)
-    first = model.generate(SOURCE, max_length=10)
+    first = model.generate(SOURCE, max_new_tokens=10)
     programs = dict(model._generator._programs)
     randomize(model, seed=3)
-    second = model.generate(SOURCE, max_length=9)
+    second = model.generate(SOURCE, max_new_tokens=9)
     np.testing.assert_array_equal(second, uncached(model, SOURCE, 9)[0])
     assert not np.array_equal(first[:, :9], second)
     assert model._generator._programs == programs
@@ -212,11 +183,11 @@ def test_new_weights_are_seen_and_programs_kept():
 def test_variables_that_a_layer_gets_later_are_seen():
     """As low-rank adapters are: a program made before would not read them, or keep their first values."""
     model = toy(num_layers=1)
-    model.generate(SOURCE, max_length=10)
+    model.generate(SOURCE, max_new_tokens=10)
     model.decoder.blocks[0].feed_forward.inner_dense.enable_lora(3)
     for seed in range(3):
         randomize(model, seed, scale=1.0)
-        found = {compile: model.generate(SOURCE, max_length=10, compile=compile) for compile in (None, False)}
+        found = {compile: model.generate(SOURCE, max_new_tokens=10, compile=compile) for compile in (None, False)}
         np.testing.assert_array_equal(found[None], found[False])
     assert len(model._generator._programs) == 1
 
@@ -236,19 +207,19 @@ def test_inside_fit():
 
     class Generate(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            generated.append(self.model.generate(SOURCE, max_length=6))
+            generated.append(self.model.generate(SOURCE, max_new_tokens=6))
 
     model, losses = train([Generate()])
     assert losses == pytest.approx(train([])[1], rel=1e-6)
     assert len(generated) == 4
-    np.testing.assert_array_equal(generated[-1], model.generate(SOURCE, max_length=6))
+    np.testing.assert_array_equal(generated[-1], model.generate(SOURCE, max_new_tokens=6))
     assert any(not np.array_equal(a, b) for a, b in zip(generated, generated[1:], strict=False))
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_half_precision(policy):
     model = toy(dtype=policy, num_layers=1)
-    ids = model.generate(SOURCE, max_length=5)
+    ids = model.generate(SOURCE, max_new_tokens=5)
     assert ids.shape == (3, 5)
     assert (ids >= 0).all()
     assert (ids < 23).all()
@@ -257,13 +228,13 @@ def test_half_precision(policy):
 def test_lengths(model):
     limited = toy(max_length=7, num_layers=1)
     assert limited.generate(SOURCE).shape[1] <= 7
-    assert limited.generate(SOURCE, max_length=1).shape == (3, 1)
-    with pytest.raises(ValueError, match="`max_length` must not exceed.*max_length=7. Received: max_length=8"):
-        limited.generate(SOURCE, max_length=8)
-    with pytest.raises(ValueError, match="`source length` must not exceed.*max_length=7. Received: source length=8"):
+    assert limited.generate(SOURCE, max_new_tokens=1).shape == (3, 1)
+    with pytest.raises(ValueError, match="`max_new_tokens` must not exceed.*max_length=7. Received: max_new_tokens=8"):
+        limited.generate(SOURCE, max_new_tokens=8)
+    with pytest.raises(ValueError, match="`length of inputs` must not exceed.*Received: length of inputs=8"):
         limited.generate(np.ones((1, 8), "int32"))
-    with pytest.raises(ValueError, match="`max_length` must be an integer of at least 1. Received: max_length=0"):
-        limited.generate(SOURCE, max_length=0)
+    with pytest.raises(ValueError, match="`max_new_tokens` must be an integer of at least 1.*max_new_tokens=0"):
+        limited.generate(SOURCE, max_new_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +244,8 @@ def test_lengths(model):
         ([[3, 4], [5, 6], [-1, 6]], "from 0 to 10. Received: -1 in row 2, position 0"),
         ([[3, 4], [0, 0]], r"wholly padding \(id 0\). Received: row 1"),
         ([3, 4], "must have rank 2"),
-        (np.ones((1, 2, 3), "int32"), r"must have rank 2.*source_ids.shape=\(1, 2, 3\)"),
-        (np.ones((1, 2)), "must hold integers.*source_ids.dtype=float64"),
+        (np.ones((1, 2, 3), "int32"), r"must have rank 2.*inputs.shape=\(1, 2, 3\)"),
+        (np.ones((1, 2)), "must hold integers.*inputs.dtype=float64"),
         ([[1.5, 2]], "must hold integers.*float64 in row 0"),
         ([], "at least one row"),
         (np.ones((2, 0), "int32"), r"at least one row.*\(2, 0\)"),
@@ -282,8 +253,8 @@ def test_lengths(model):
     ],
 )
 def test_bad_sources_are_refused_before_any_work(model, source, message):
-    with pytest.raises(ValueError, match=f"`source_ids`.*{message}"):
-        model.generate(source, max_length=3)
+    with pytest.raises(ValueError, match=f"`inputs`.*{message}"):
+        model.generate(source, max_new_tokens=3)
 
 
 def test_checks_of_ids():
@@ -315,11 +286,11 @@ def test_compiled_step(monkeypatch):
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=backend, fullgraph=True, **options))
     model = toy(num_layers=1)
-    ids = model.generate(SOURCE, max_length=10, compile=True)
-    np.testing.assert_array_equal(ids, model.generate(SOURCE, max_length=10, compile=False))
+    ids = model.generate(SOURCE, max_new_tokens=10, compile=True)
+    np.testing.assert_array_equal(ids, model.generate(SOURCE, max_new_tokens=10, compile=False))
     randomize(model, seed=5)
-    ids = model.generate(SOURCE, max_length=9, compile=True)
-    np.testing.assert_array_equal(ids, model.generate(SOURCE, max_length=9, compile=False))
+    ids = model.generate(SOURCE, max_new_tokens=9, compile=True)
+    np.testing.assert_array_equal(ids, model.generate(SOURCE, max_new_tokens=9, compile=False))
     assert len(compilations) == 1
 
 
@@ -344,10 +315,10 @@ def test_threads_record_one_after_the_other(monkeypatch):
     monkeypatch.setattr(proxy_tensor, "make_fx", slow)
     models = [toy(seed, num_layers=1) for seed in (5, 6)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(models[i % 2].generate, SOURCE, max_length=6) for i in range(4)]
+        futures = [pool.submit(models[i % 2].generate, SOURCE, max_new_tokens=6) for i in range(4)]
         found = [future.result() for future in futures]
     for i, ids in enumerate(found):
-        np.testing.assert_array_equal(ids, models[i % 2].generate(SOURCE, max_length=6, compile=False))
+        np.testing.assert_array_equal(ids, models[i % 2].generate(SOURCE, max_new_tokens=6, compile=False))
 
 
 @pytest.mark.backends("torch")
@@ -367,10 +338,10 @@ def test_one_warning_without_a_compiler(monkeypatch):
     model = toy(num_layers=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        ids = model.generate(SOURCE, max_length=10, compile=True)
-        model.generate(SOURCE[:2], max_length=10, compile=True)
+        ids = model.generate(SOURCE, max_new_tokens=10, compile=True)
+        model.generate(SOURCE[:2], max_new_tokens=10, compile=True)
     assert ["no working C++ compiler found" in str(warning.message) for warning in caught] == [True]
-    np.testing.assert_array_equal(ids, model.generate(SOURCE, max_length=10, compile=False))
+    np.testing.assert_array_equal(ids, model.generate(SOURCE, max_new_tokens=10, compile=False))
 
 
 @pytest.mark.backends("torch")
@@ -379,7 +350,7 @@ def test_the_device_is_seldom_waited_for(monkeypatch):
     import torch
 
     model = toy(num_layers=1)
-    model.generate(SOURCE, max_length=24)
+    model.generate(SOURCE, max_new_tokens=24)
     waits = []
     for name in ("__bool__", "item", "__int__", "__index__", "__float__", "tolist"):
         original = getattr(torch.Tensor, name)
@@ -389,6 +360,6 @@ def test_the_device_is_seldom_waited_for(monkeypatch):
             return original(tensor, *args)
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    ids = model.generate(SOURCE, max_length=24)
+    ids = model.generate(SOURCE, max_new_tokens=24)
     assert ids.shape == (3, 24)
     assert len(waits) <= 4, waits

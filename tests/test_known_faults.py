@@ -675,10 +675,10 @@ class TestGenerationSteps:
         model, _ = toy(Transformer)
         counts = {}
         for length in (8, 24):
-            model.generate(MEMORY_IDS[:2], max_length=length)  # records the step
+            model.generate(MEMORY_IDS[:2], max_new_tokens=length)  # records the step
             waits.clear(), calls.clear()
             with torch.no_grad(), Watch():
-                ids = model.generate(MEMORY_IDS[:2], max_length=length)
+                ids = model.generate(MEMORY_IDS[:2], max_new_tokens=length)
             assert ids.shape[1] == length, "no row ends early"
             counts[length] = (len(waits), len(calls))
         # Layers run for the source only, and every eighth token it is asked whether all rows have ended.

@@ -38,39 +38,41 @@ SOURCE = np.array([[5, 6, 7, 8, 9], [11, 12, 0, 0, 0], [0, 0, 13, 5, 4]])
 
 def test_generates_what_keras_generates(exported, runner):
     model, _ = exported
-    expected = model.generate(SOURCE, max_length=11)
-    ids = runner.generate(SOURCE, max_length=11)
+    expected = model.generate(SOURCE, max_new_tokens=11)
+    ids = runner.generate(SOURCE, max_new_tokens=11)
     assert ids.dtype == np.int32
     np.testing.assert_array_equal(ids, expected)
-    np.testing.assert_array_equal(runner.generate(SOURCE.astype("int64"), max_length=11), expected)
-    np.testing.assert_array_equal(runner.generate(SOURCE.astype("int32"), max_length=11), expected)
+    np.testing.assert_array_equal(runner.generate(SOURCE.astype("int64"), max_new_tokens=11), expected)
+    np.testing.assert_array_equal(runner.generate(SOURCE.astype("int32"), max_new_tokens=11), expected)
     # A second source does not see the first one's cache.
-    runner.generate([[7, 7]], max_length=3)
-    np.testing.assert_array_equal(runner.generate(SOURCE, max_length=11), expected)
+    runner.generate([[7, 7]], max_new_tokens=3)
+    np.testing.assert_array_equal(runner.generate(SOURCE, max_new_tokens=11), expected)
 
 
 def test_ragged_rows(runner):
     rows = [[5, 6, 7, 8, 9], [11, 12]]
-    np.testing.assert_array_equal(runner.generate(rows, max_length=6), runner.generate(SOURCE[:2], max_length=6))
+    np.testing.assert_array_equal(
+        runner.generate(rows, max_new_tokens=6), runner.generate(SOURCE[:2], max_new_tokens=6)
+    )
 
 
 def test_streams_the_same_tokens(runner):
-    stream = runner.stream(SOURCE, max_length=7)
+    stream = runner.stream(SOURCE, max_new_tokens=7)
     assert np.shape(next(stream)) == (3,)
-    tokens = np.stack(list(runner.stream(SOURCE, max_length=7)), axis=1)
-    np.testing.assert_array_equal(tokens, runner.generate(SOURCE, max_length=7))
+    tokens = np.stack(list(runner.stream(SOURCE, max_new_tokens=7)), axis=1)
+    np.testing.assert_array_equal(tokens, runner.generate(SOURCE, max_new_tokens=7))
 
 
 def test_default_length_and_limit(runner):
     assert runner.generate(SOURCE).shape[1] <= 19
-    assert len(list(runner.stream([[3]], max_length=1))) == 1
+    assert len(list(runner.stream([[3]], max_new_tokens=1))) == 1
 
 
 def test_translates_text_in_any_batch(runner):
     texts = ["one two", "three", "two three one one", ""]
-    results = runner.translate(texts, max_length=6)
+    results = runner.translate(texts, max_new_tokens=6)
     assert len(results) == 4 and all(isinstance(text, str) for text in results)
-    assert runner.translate(texts, max_length=6, batch_size=1) == results
+    assert runner.translate(texts, max_new_tokens=6, batch_size=1) == results
     assert runner.translate([]) == []
 
 
@@ -84,8 +86,8 @@ def test_translates_text_in_any_batch(runner):
         ([5, 6], {}, "rank 2"),
         (np.ones((2, 3)), {}, "integers"),
         ([[5] * 20], {}, "max_length=19"),
-        ([[5]], {"max_length": 20}, "max_length=19"),
-        ([[5]], {"max_length": 0}, "at least 1"),
+        ([[5]], {"max_new_tokens": 20}, "max_length=19"),
+        ([[5]], {"max_new_tokens": 0}, "at least 1"),
     ],
 )
 def test_bad_input(runner, source, options, message):
@@ -100,7 +102,7 @@ def test_bad_batch_size_and_threads(runner, exported):
         runner.translate(["one"], batch_size=0)
     with pytest.raises(ValueError, match="threads=0"):
         OnnxTransformer(exported[1], threads=0)
-    assert OnnxTransformer(exported[1], threads=1).generate([[5]], max_length=2).shape == (1, 2)
+    assert OnnxTransformer(exported[1], threads=1).generate([[5]], max_new_tokens=2).shape == (1, 2)
 
 
 def copy(exported, tmp_path):
@@ -253,7 +255,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 from keras_transformer.export.runtime import OnnxTransformer
-print(OnnxTransformer(sys.argv[1]).translate(["one two"], max_length=3))
+print(OnnxTransformer(sys.argv[1]).translate(["one two"], max_new_tokens=3))
 """
 
 

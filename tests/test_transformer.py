@@ -304,7 +304,7 @@ def test_learns_to_reverse():
     history = model.fit({"source": source, "target": target}, labels, epochs=25, batch_size=64, verbose=0).history
     assert history["masked_accuracy"][-1] > 0.97
     unseen = np.array([[3, 4, 5, 6], [7, 7, 3, 4], [6, 3, 6, 0]], "int32")
-    generated = model.generate(unseen, max_length=9)
+    generated = model.generate(unseen, max_new_tokens=9)
     assert generated[:2].tolist() == [
         [6, 5, 4, 3, 2] + [0] * (generated.shape[1] - 5),
         [4, 3, 7, 7, 2] + [0] * (generated.shape[1] - 5),

@@ -212,20 +212,18 @@ def test_splits_cover_the_target():
 class Runner:
     """Stands for an `OnnxTransformer` that chooses its tokens from a table of logits."""
 
-    def __init__(self, logits, rules):
-        self.logits, self.rules = logits, rules
+    def __init__(self, logits):
+        self.logits = logits
 
-    def _steps(self, source, length):
-        return (lambda tokens, position: self.logits[:, position]), np.ones(len(source), np.int32), length
+    def _decoding(self, source):
+        return types.SimpleNamespace(step=lambda tokens, position: self.logits[:, position])
 
-    def generate(self, source, max_length):
-        from keras_transformer.generation.stream import collect_tokens
-
-        return collect_tokens(*self._steps(source, max_length), self.rules)
+    def generate(self, source, max_new_tokens):
+        return self.logits[:, :max_new_tokens].argmax(-1)
 
 
 def test_ties_are_counted_and_excused(monkeypatch):
-    from keras_transformer.generation.rules import Rules, greedy
+    from keras_transformer.generation.rules import greedy
 
     config = {"pad_id": 0, "start_id": 1, "end_id": 2, "max_length": 5}
     rng = np.random.default_rng(0)
@@ -236,12 +234,11 @@ def test_ties_are_counted_and_excused(monkeypatch):
     keras_logits[1, 2, top] = onnx_logits[1, 2, top] = 3.0
     keras_logits[1, 2, top[0]] += 1e-4
     onnx_logits[1, 2, top[1]] += 1e-4
-    rules = Rules()
     keras_ids = greedy(keras_logits.reshape(10, 7)).reshape(2, 5)
 
     def compare(onnx_logits):
-        monkeypatch.setattr(verify_transformer.runtime, "OnnxTransformer", lambda path: Runner(onnx_logits, rules))
-        model = types.SimpleNamespace(generate=lambda source, max_length: keras_ids)
+        monkeypatch.setattr(verify_transformer.runtime, "OnnxTransformer", lambda path: Runner(onnx_logits))
+        model = types.SimpleNamespace(generate=lambda source, max_new_tokens: keras_ids)
         sources = [np.ones((2, 4), np.int32)]
         return verify_transformer.compare_tokens(model, None, config, sources, lambda inputs: [keras_logits])
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib
 
 _NAMES = {
+    "Engine": "rules",
     "Rules": "rules",
     "greedy": "rules",
     "generated_length": "rules",
-    "trim": "rules",
+    "Beams": "beam",
+    "GenerationMixin": "mixin",
+    "Request": "request",
+    "source_request": "request",
     "stream_tokens": "stream",
     "collect_tokens": "stream",
     "loop_tokens": "loop",

@@ -7,41 +7,39 @@ from typing import Any
 
 from keras import ops
 
-from keras_transformer.generation.rules import Rules
-
 
 def loop_tokens(
-    step: Callable[[Any, Any, Any], tuple[Any, Any]],
-    cache: Any,
-    start: Any,
-    max_length: Any,
-    buffer_length: int,
-    rules: Rules,
-) -> Any:
-    """Generates until every row has ended or has `max_length` tokens.
+    advance: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]],
+    tokens: Any,
+    finished: Any,
+    state: Any,
+    length: Any,
+    slots: int,
+) -> tuple[Any, Any, Any]:
+    """Generates until every row has ended or has `length` tokens.
 
     Args:
-        step: `(tokens (B, 1), position, cache) -> (logits (B, V), cache)`.
-        cache: the state that `step` passes on: tensors in any nesting, of unchanging shapes.
-        start: the tokens (B,) at position 0, int32.
-        max_length: the largest number of tokens a row gets; may be a tensor.
-        buffer_length: the number of columns of the result, at least `max_length`.
-        rules: the token rules.
+        advance: a step, from `Rules.advance`, that keeps the shapes of its state.
+        tokens: with `finished` and `state` what the first step is given, from `Rules.begin`.
+        finished: see there.
+        state: see there.
+        length: the largest number of tokens a row gets; may be a tensor.
+        slots: the number of columns of the result, at least `length`.
 
     Returns:
-        The tokens (B, buffer_length), int32, padded after each row's end.
+        The tokens (B, slots), int32, how many columns of them were made, and the last state.
     """
-    finished = ops.zeros_like(start, dtype="bool")
-    ids = ops.full((start.shape[0], buffer_length), rules.pad_id, dtype="int32")
+    ids = ops.zeros((tokens.shape[0], slots), dtype="int32")
 
-    def unfinished(position, tokens, finished, ids, cache):
-        return ops.logical_and(ops.less(position, max_length), ops.logical_not(ops.all(finished)))
+    def unfinished(position, ids, tokens, finished, state):
+        return ops.logical_and(ops.less(position, length), ops.logical_not(ops.all(finished)))
 
-    def body(position, tokens, finished, ids, cache):
-        logits, cache = step(ops.expand_dims(tokens, 1), position, cache)
-        tokens, finished = rules.next_tokens(logits, finished, ops)
+    def body(position, ids, tokens, finished, state):
+        tokens, finished, state = advance(tokens, position, finished, state)
         ids = ops.slice_update(ids, (0, position), ops.expand_dims(tokens, 1))
-        return position + 1, tokens, finished, ids, cache
+        return position + 1, ids, tokens, finished, state
 
-    state = (ops.convert_to_tensor(0, "int32"), start, finished, ids, cache)
-    return ops.while_loop(unfinished, body, state)[3]
+    position, ids, _, _, state = ops.while_loop(
+        unfinished, body, (ops.convert_to_tensor(0, "int32"), ids, tokens, finished, state)
+    )
+    return ids, position, state

@@ -13,13 +13,13 @@ from keras import ops
 from keras_transformer._validation import (
     check_ids,
     check_length,
-    check_not_empty,
-    id_batch,
     positive_integers,
     rates,
 )
 from keras_transformer.generation.backends import Generator
-from keras_transformer.generation.rules import Rules, generated_length
+from keras_transformer.generation.mixin import GenerationMixin
+from keras_transformer.generation.request import Request, source_request
+from keras_transformer.generation.rules import Rules
 from keras_transformer.layers import (
     SinusoidalPositionalEncoding,
     TokenEmbedding,
@@ -33,7 +33,7 @@ from keras_transformer.ops.attention import agree
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
-class Transformer(keras.Model):
+class Transformer(GenerationMixin, keras.Model):
     """Encoder-decoder Transformer (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
 
     Called with `{"source": ids (B, S), "target": ids (B, T)}` it gives logits (B, T, V): those at position t are for
@@ -75,7 +75,7 @@ class Transformer(keras.Model):
         model = keras_transformer.models.Transformer(8000, 8000, num_layers=3, d_model=256, num_heads=4, d_ff=1024)
         model.compile("adam", keras_transformer.losses.MaskedCrossentropy())
         model.fit({"source": source, "target": target}, labels)  # labels: target, one token ahead
-        model.generate(source, max_length=40)
+        model.generate(source, max_new_tokens=40)
         ```
     """
 
@@ -282,40 +282,21 @@ class Transformer(keras.Model):
             return self.target_embedding(x, reverse=True), cache
         return self.output_projection(x), cache
 
-    def generate(self, source_ids: Any, max_length: int | None = None, compile: bool | None = None) -> np.ndarray:
-        """Greedy decoding: at each position the token of the highest logit, until every row has ended.
-
-        Keys and values of self- and cross-attention are cached. Compiled programs are kept for each batch size and
-        each source and target length rounded up to multiples of 8.
-
-        Args:
-            source_ids: integers (B, S), padded with 0; or rows of unequal length.
-            max_length: the largest number of tokens a row gets; the source's length + 50, within the model's
-                `max_length`, if None.
-            compile: None: what suits most; on TensorFlow and JAX one compiled program (XLA) for the whole loop, on
-                torch a step recorded as a flat graph. True: on torch, compile that graph with `torch.compile`, which
-                takes a C++ compiler and some time at first. False: step by step through the layers.
-
-        Returns:
-            int32 (B, L), L at most `max_length`: the generated tokens, without `start_id`, with `end_id`, and padded
-            with 0 after it.
-
-        Raises:
-            ValueError: on ids outside the vocabulary, a row that is wholly padding, or a length over the limit.
-        """
-        source_ids = id_batch(_to_numpy(source_ids), "source_ids", self.pad_id)
-        check_ids(source_ids, self.source_vocabulary_size, "source_ids")
-        check_not_empty(source_ids, self.pad_id, "source_ids")
-        check_length(source_ids.shape[1], self.max_length, "source length")
-        if max_length is None:
-            max_length = generated_length(source_ids.shape[1], self.max_length)
-        check_length(max_length, self.max_length, "max_length")
-        start = np.full(len(source_ids), self.start_id, "int32")
-        return self._generator.generate(source_ids, start, max_length, self.rules, compile)
+    def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
+        """The sources (B, S) to translate, padded with 0 or of unequal length, once they are checked."""
+        return source_request(
+            _to_numpy(inputs),
+            max_new_tokens,
+            self.source_vocabulary_size,
+            self.target_vocabulary_size,
+            self.max_length,
+            self.start_id,
+            self.rules,
+        )
 
     @property
     def rules(self) -> Rules:
-        """The token rules that `generate` follows."""
+        """What ends a row, and what follows the end."""
         return Rules(end_id=self.end_id, pad_id=self.pad_id)
 
     @property
@@ -324,11 +305,16 @@ class Transformer(keras.Model):
         target = self.target_vocabulary_size
         return {"source": self.source_vocabulary_size, "target": target, "labels": target}
 
-    def start_generation(self, source_ids: Any, length: int) -> Any:
-        """What `generation_step` needs before the first token: memory, mask, and empty buffers of `length` slots."""
-        memory, source_mask = self.encode(source_ids, training=False)
+    def start_generation(self, inputs: dict[str, Any], length: int) -> Any:
+        """What `generation_step` needs before the first token: empty buffers of `length` slots, memory and its mask.
+
+        Args:
+            inputs: `"source"`, ids (B, S).
+            length: the number of steps.
+        """
+        memory, source_mask = self.encode(inputs["source"], training=False)
         return (
-            self.decoder.init_cache(source_ids.shape[0], length),
+            self.decoder.init_cache(memory.shape[0], length),
             self.project_memory(memory),
             source_mask,
         )
