@@ -14,6 +14,7 @@ from keras_transformer.layers import (
     CausalMask,
     CrossAttention,
     FeedForward,
+    LearnedPositionalEncoding,
     MultiHeadSelfAttention,
     SinusoidalPositionalEncoding,
     TokenEmbedding,
@@ -22,7 +23,16 @@ from keras_transformer.layers import (
     TransformerEncoder,
     TransformerEncoderBlock,
 )
-from keras_transformer.models import Transformer
+from keras_transformer.models import (
+    CausalLM,
+    Encoder,
+    MaskedLM,
+    SentenceEncoder,
+    SequenceClassifier,
+    TokenClassifier,
+    Transformer,
+    VisionTransformer,
+)
 from tests.checks import implicit_mask, numpy, randomize
 
 B, T, S, D, E, F, N, V = 3, 5, 7, 6, 13, 11, 2, 17
@@ -37,7 +47,9 @@ PADDING, MEMORY_PADDING = IDS != 0, MEMORY_IDS != 0
 
 TRANSFORMER = {"source_vocabulary_size": 17, "target_vocabulary_size": 19, "d_model": D, "num_layers": 1}
 # What every public class with weights is made with, where it has no default.
-REQUIRED = {"num_heads": N, "d_ff": F, "num_layers": 1, "vocabulary_size": V, "d_model": D}
+REQUIRED = {"num_heads": N, "d_ff": F, "num_layers": 1, "vocabulary_size": V, "d_model": D, "num_classes": 3}
+VISION = {"image_size": (6, 4), "patch_size": 2, "channels": 2}
+IMAGES = RNG.normal(size=(B, 6, 4, 2)).astype("float32")
 
 
 def built(layer, *shapes):
@@ -56,6 +68,8 @@ def with_argument(name):
 def toy(cls, **arguments):
     """A small instance with random weights, and inputs by name."""
     inputs = inputs_of(cls)
+    if "encoder" in parameters_of(cls):
+        arguments = {"encoder": Encoder(**{**base_of(Encoder), **arguments})}
     return randomize(built_for(cls(**{**base_of(cls), **arguments}), inputs)), inputs
 
 
@@ -63,6 +77,10 @@ def inputs_of(cls):
     """Inputs by name for a layer or model of the class."""
     if cls is Transformer:
         return {"source": MEMORY_IDS, "target": IDS}
+    if cls is VisionTransformer:
+        return {"images": IMAGES}
+    if issubclass(cls, keras.Model):
+        return {"token_ids": IDS}
     if cls is TokenEmbedding:
         return {"x": IDS}
     return {"x": X, "memory": MEMORY} if "memory" in inspect.signature(cls.call).parameters else {"x": X}
@@ -124,6 +142,15 @@ _BLOCK = {
     "kernel_initializer": "he_normal",
 }
 _STACK = {**_BLOCK, "num_layers": 2}
+_MODEL = {
+    **{name: value for name, value in _STACK.items() if name != "kernel_initializer"},
+    "head_dim": 4,
+    "vocabulary_size": 19,
+    "d_model": 10,
+    "max_length": 8,
+    "pad_id": 3,
+    "seed": 5,
+}
 # For each public class every argument, with a value that differs from `base_of`.
 ARGUMENTS = {
     MultiHeadSelfAttention: {**_ATTENTION, "causal": True, "sliding_window": 2},
@@ -147,7 +174,51 @@ ARGUMENTS = {
         "embeddings_initializer": "he_normal",
     },
     SinusoidalPositionalEncoding: {"max_wavelength": 500},
+    LearnedPositionalEncoding: {"max_length": 8, "embeddings_initializer": "he_normal"},
     CausalMask: {},
+    CausalLM: {
+        **_MODEL,
+        "norm_first": False,
+        "position_encoding": "sinusoidal",
+        "rotary_base": 300,
+        "rotary_width": 2,
+        "rotary_scaling": {"rope_type": "linear", "factor": 3.0},
+        "scale_embedding": True,
+        "tie_output": False,
+        "end_id": 4,
+        "pad_id": 11,
+    },
+    Encoder: {
+        **_MODEL,
+        "activation": "relu",
+        "position_encoding": "sinusoidal",
+        "num_token_types": 2,
+        "embedding_norm": False,
+    },
+    MaskedLM: {"encoder": None, "activation": "relu"},
+    TokenClassifier: {"encoder": None, "num_classes": 5, "dropout": 0.5},
+    SequenceClassifier: {
+        "encoder": None,
+        "num_classes": 5,
+        "pooling": "mean",
+        "hidden_activation": "relu",
+        "dropout": 0.5,
+    },
+    SentenceEncoder: {"encoder": None, "pooling": "cls", "normalize": False},
+    VisionTransformer: {
+        **{
+            name: value
+            for name, value in _MODEL.items()
+            if name not in ("vocabulary_size", "max_length", "pad_id", "sliding_window")
+        },
+        "activation": "relu",
+        "norm_first": False,
+        "num_classes": 5,
+        "image_size": (6, 8),
+        "patch_size": (3, 2),
+        "channels": 1,
+        "pooling": "mean",
+    },
     Transformer: {
         "source_vocabulary_size": 23,
         "target_vocabulary_size": 23,
@@ -187,15 +258,25 @@ TOGETHER = {
 
 def base_of(cls):
     """The smallest set of arguments that makes an instance."""
-    required = TRANSFORMER if cls is Transformer else {}
+    required = {
+        Transformer: TRANSFORMER,
+        VisionTransformer: VISION,
+        LearnedPositionalEncoding: {"max_length": 11},
+    }.get(cls, {})
     accepted = parameters_of(cls)
     small = {name: value for name, value in {**REQUIRED, **required}.items() if name in accepted}
+    if "encoder" in accepted:
+        small["encoder"] = Encoder(**base_of(Encoder))
     return {**small, "dropout": 0.0} if "dropout" in accepted else small
 
 
 def variants(cls, name):
     """Arguments that differ in one only (and what that one needs)."""
     both, changed = TOGETHER.get(name, ({}, {}))
+    if name == "encoder":
+        return base_of(cls), {**base_of(cls), "encoder": Encoder(**{**base_of(Encoder), "d_ff": 7})}
+    if cls is CausalLM and name.startswith("rotary"):
+        both = {"position_encoding": "rotary", "num_heads": 1}
     both = {key: value for key, value in both.items() if key in parameters_of(cls)}
     base = {**base_of(cls), **both}
     return base, {**base, **changed, name: ARGUMENTS[cls][name]}
@@ -205,16 +286,20 @@ def variants(cls, name):
 OBSERVED = {}
 
 
-def observed_by(name):
+def observed_by(cls, name):
     """How the effect of a constructor argument is seen."""
     if name in ("dropout", "seed"):
         return "training"
-    return "generation" if name in ("start_id", "end_id", "max_length") else "inference"
+    if cls in (Transformer, CausalLM) and name in ("start_id", "end_id", "max_length", "pad_id"):
+        return "generation"
+    return "inference"
 
 
 def observe(cls, arguments, way):
     """What an instance does that its arguments may change: arrays, names and numbers."""
     keras.utils.set_random_seed(11)
+    if "encoder" in arguments:  # a new one, with weights of its own
+        arguments = {**arguments, "encoder": Encoder.from_config(arguments["encoder"].get_config())}
     instance = cls(**arguments)
     rng = np.random.default_rng(3)
     labels, logits = rng.integers(0, 5, (3, 7)), rng.normal(size=(3, 7, 5)).astype("float32")
@@ -226,19 +311,21 @@ def observe(cls, arguments, way):
     if isinstance(instance, keras.optimizers.schedules.LearningRateSchedule):
         return [instance.name, *(numpy(instance(step)) for step in (0, 3, 11))]
     inputs = inputs_of(cls)
+    if cls is VisionTransformer:
+        inputs = {"images": rng.normal(size=(B, *instance.image_size, instance.channels)).astype("float32")}
     built_for(instance, inputs)
     seen = [numpy(weight.value) for weight in instance.weights]
     randomize(instance)
-    call = instance if cls is Transformer else lambda given, **kwargs: instance(**given, **kwargs)
+    call = instance if issubclass(cls, keras.Model) else lambda given, **kwargs: instance(**given, **kwargs)
     output = call(inputs)
     seen += [numpy(output), None if (mask := implicit_mask(output)) is None else numpy(mask)]
     if way == "training":
         keras.utils.set_random_seed(12)
         seen.append(numpy(call(inputs, training=True)))
     if way == "generation":
-        # What the loop of generation is given.
-        instance._generator.generate = lambda source, start, length, rules, compile: [*start, length, rules.end_id]
-        seen += instance.generate(MEMORY_IDS[:2])
+        # What the loop of generation is asked for.
+        request = instance.generation_request(MEMORY_IDS[:2], None)
+        seen += [*request.start, request.max_new_tokens, request.rules.end_id, request.rules.pad_id]
     return seen
 
 
@@ -259,6 +346,8 @@ def plain(value):
     """A value of a config or an attribute, in a form that compares."""
     if isinstance(value, keras.initializers.Initializer):
         return keras.initializers.serialize(value)
+    if isinstance(value, keras.Model):
+        return plain(value.get_config())
     if isinstance(value, dict):
         return {key: item for key, item in value.items() if key != "shared_object_id"}
     return value
@@ -312,7 +401,7 @@ CALL_ARGUMENTS = {
     "return_weights": lambda layer, given: (given, {**given, "return_weights": True}),
     "training": lambda layer, given: (
         ({"inputs": given}, {"inputs": given, "training": True})
-        if isinstance(layer, Transformer)
+        if isinstance(layer, keras.Model)
         else (given, {**given, "training": True})
     ),
     "reverse": lambda layer, given: ({"x": X}, {"x": X, "reverse": True}),

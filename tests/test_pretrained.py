@@ -152,6 +152,25 @@ def test_equals_transformers(name, tmp_path):
     assert np.abs(wanted).max() > 0.3
 
 
+@pytest.mark.parametrize("penalty", [1.0, 3.0])
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name][3] is models.CausalLM])
+def test_generates_what_transformers_does(name, penalty, tmp_path):
+    theirs = published(name, tmp_path)
+    with torch.no_grad():
+        wanted = theirs.generate(
+            torch.tensor(IDS[:1].astype("int64")),
+            attention_mask=torch.ones((1, T), dtype=torch.int64),
+            pad_token_id=0,
+            max_new_tokens=9,
+            do_sample=False,
+            repetition_penalty=penalty,
+        )[:, T:].numpy()
+    assert penalty == 1 or len(set(wanted[0])) > 3
+    np.testing.assert_array_equal(
+        pretrained.load(tmp_path).generate(IDS[:1], max_new_tokens=9, repetition_penalty=penalty), wanted
+    )
+
+
 def change(directory, **tensors):
     """Replaces tensors of a saved folder by name; None takes one away."""
     file = directory / "model.safetensors"

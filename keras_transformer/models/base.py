@@ -11,23 +11,6 @@ import keras
 from keras_transformer._validation import positive_integers
 from keras_transformer.layers import CrossAttention, MultiHeadSelfAttention
 
-# The arguments that go to a model's stack as they are.
-STACK_ARGUMENTS = (
-    "num_layers",
-    "num_heads",
-    "d_ff",
-    "head_dim",
-    "num_kv_heads",
-    "dropout",
-    "activation",
-    "gated",
-    "norm_first",
-    "norm",
-    "norm_epsilon",
-    "use_bias",
-    "sliding_window",
-)
-
 
 class BaseModel(keras.Model):
     """A model whose weights all exist as soon as it does.
@@ -115,3 +98,32 @@ def seeded(seed: int | None):
         yield
     finally:
         random.setstate(state)
+
+
+def keep_arguments(model: BaseModel, stack: keras.Layer) -> None:
+    """Makes the arguments that went to a model's stack as they are attributes of the model."""
+    for name in _STACK_ARGUMENTS:
+        setattr(model, name, getattr(stack, name))
+
+
+def kept_arguments(stack: keras.Layer) -> dict[str, Any]:
+    """The same arguments for the model's config."""
+    config = stack.get_config()
+    return {name: config[name] for name in _STACK_ARGUMENTS}
+
+
+_STACK_ARGUMENTS = (
+    "num_layers",
+    "num_heads",
+    "d_ff",
+    "head_dim",
+    "num_kv_heads",
+    "dropout",
+    "activation",
+    "gated",
+    "norm_first",
+    "norm",
+    "norm_epsilon",
+    "use_bias",
+    "sliding_window",
+)

@@ -9,6 +9,11 @@ import numpy as np
 from keras import ops
 
 from keras_transformer._validation import check_ids, check_length, positive_integers, rates
+from keras_transformer.generation.backends import Generator
+from keras_transformer.generation.mixin import GenerationMixin
+from keras_transformer.generation.prompts import prompt_request
+from keras_transformer.generation.request import Request
+from keras_transformer.generation.rules import Rules
 from keras_transformer.layers import (
     LearnedPositionalEncoding,
     SinusoidalPositionalEncoding,
@@ -19,7 +24,7 @@ from keras_transformer.layers.attention import cached_mask
 from keras_transformer.layers.blocks import call_layer
 from keras_transformer.losses import MaskedCrossentropy
 from keras_transformer.metrics import MaskedAccuracy, Perplexity
-from keras_transformer.models.base import STACK_ARGUMENTS, BaseModel, seeded
+from keras_transformer.models.base import BaseModel, keep_arguments, kept_arguments, seeded
 from keras_transformer.models.presets import CAUSAL_LM
 from keras_transformer.ops import positions as token_positions
 from keras_transformer.ops import rotary_encoding, rotary_frequencies
@@ -30,7 +35,7 @@ NO_LABEL = -100
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
-class CausalLM(BaseModel):
+class CausalLM(GenerationMixin, BaseModel):
     """Decoder-only language model (GPT-2: Radford et al. 2019; Llama: https://arxiv.org/abs/2302.13971).
 
     Called with ids (B, T) it gives logits (B, T, V): those at position t are for the token after it, and depend on
@@ -167,6 +172,7 @@ class CausalLM(BaseModel):
                 name="decoder",
                 **common,
             )
+            keep_arguments(self, self.decoder)
             self.output_projection = None
             if not tie_output:
                 self.output_projection = keras.layers.Dense(
@@ -177,6 +183,7 @@ class CausalLM(BaseModel):
         if position_encoding == "rotary":
             width = self.decoder.blocks[0].self_attention.kv_shape[1]
             self._frequencies = rotary_frequencies(rotary_width or width, rotary_base, rotary_scaling)
+        self._generator = Generator(self)
 
     def build(self, input_shape=None):
         """Creates every weight; no shape has to be given."""
@@ -205,6 +212,7 @@ class CausalLM(BaseModel):
     def compute_output_shape(self, input_shape):
         if isinstance(input_shape, dict):
             input_shape = input_shape["token_ids"]
+        self._check_length(input_shape[1])
         return (*input_shape, self.vocabulary_size)
 
     def compute_mask(self, inputs, previous_mask=None):
@@ -253,8 +261,7 @@ class CausalLM(BaseModel):
     def _states(self, token_ids, positions, cache, start, attention_mask, training):
         """What the decoder makes of `token_ids`, (B, T, d_model), and the new cache."""
         length = ops.shape(token_ids)[1]
-        if self.max_length is not None and token_ids.shape[1] is not None:
-            check_length(token_ids.shape[1], self.max_length, "length")
+        self._check_length(token_ids.shape[1])
         if cache is None and start is not None:
             raise ValueError("`start` needs a `cache` to write to. Received: cache=None")
         if cache is not None and start is None and (attention_mask is None or positions is None):
@@ -279,6 +286,20 @@ class CausalLM(BaseModel):
             self.decoder, x, training, attention_mask=attention_mask, cache=cache, start=start, rotary=rotary
         )
         return x, rest[0] if rest else None
+
+    def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
+        """The prompts to continue, (B, P) or of unequal length, once they are checked; see `prompt_request`."""
+        if not isinstance(inputs, dict | list | tuple | np.ndarray):
+            inputs = ops.convert_to_numpy(inputs)
+        return prompt_request(
+            inputs, max_new_tokens, self.vocabulary_size, self.max_length, self.rules, pad_id=self.pad_id
+        )
+
+    @property
+    def rules(self) -> Rules:
+        """What ends a text, and what follows the end."""
+        pad_id = next((int(np.ravel(given)[0]) for given in (self.pad_id, self.end_id) if given is not None), 0)
+        return Rules(end_id=self.end_id, pad_id=pad_id)
 
     def start_generation(self, inputs: dict[str, Any], length: int) -> Any:
         """What `generation_step` needs: a cache that holds the prompts and has room for `length` tokens, and lengths.
@@ -312,12 +333,11 @@ class CausalLM(BaseModel):
         return [Perplexity(ignore_id=NO_LABEL), MaskedAccuracy(ignore_id=NO_LABEL)]
 
     def get_config(self):
-        stack = self.decoder.get_config()
         return {
             **super().get_config(),
             "vocabulary_size": self.vocabulary_size,
             "d_model": self.d_model,
-            **{name: stack[name] for name in STACK_ARGUMENTS},
+            **kept_arguments(self.decoder),
             "position_encoding": self.position_encoding,
             "rotary_base": self.rotary_base,
             "rotary_width": self.rotary_width,
@@ -329,6 +349,10 @@ class CausalLM(BaseModel):
             "pad_id": self.pad_id,
             "seed": self.seed,
         }
+
+    def _check_length(self, length):
+        if self.max_length is not None and length is not None:
+            check_length(length, self.max_length, "length")
 
     def _checked(self, inputs):
         """The inputs by name, int32, whose ranks are right."""

@@ -19,7 +19,7 @@ from keras_transformer.layers.blocks import NORMS, call_layer
 from keras_transformer.layers.feed_forward import activation_of
 from keras_transformer.losses import MaskedCrossentropy
 from keras_transformer.metrics import MaskedAccuracy
-from keras_transformer.models.base import STACK_ARGUMENTS, BaseModel, seeded
+from keras_transformer.models.base import BaseModel, keep_arguments, kept_arguments, seeded
 from keras_transformer.models.presets import ENCODER
 
 # The label of a place that is not asked for.
@@ -110,6 +110,7 @@ class Encoder(BaseModel):
         self.d_model = d_model
         self.position_encoding = position_encoding
         self.num_token_types = num_token_types
+        self.embedding_norm = embedding_norm
         self.max_length = max_length
         self.pad_id = pad_id
         self.seed = seed
@@ -130,9 +131,9 @@ class Encoder(BaseModel):
                 self.positions = LearnedPositionalEncoding(max_length, name="positions", **common)
             elif position_encoding == "sinusoidal":
                 self.positions = SinusoidalPositionalEncoding(name="positions", **common)
-            self.embedding_norm = None
+            self.input_norm = None
             if embedding_norm:
-                self.embedding_norm = NORMS[norm](epsilon=norm_epsilon, name="embedding_norm", **common)
+                self.input_norm = NORMS[norm](epsilon=norm_epsilon, name="embedding_norm", **common)
             self.embedding_dropout = keras.layers.Dropout(dropout, name="embedding_dropout", **common)
             self.encoder = TransformerEncoder(
                 num_layers,
@@ -151,6 +152,7 @@ class Encoder(BaseModel):
                 name="encoder",
                 **common,
             )
+            keep_arguments(self, self.encoder)
             self.build()
 
     def build(self, input_shape=None):
@@ -158,7 +160,7 @@ class Encoder(BaseModel):
         if self.built:
             return
         states = (None, None, self.d_model)
-        for layer in (self.positions, self.embedding_norm, self.embedding_dropout, self.encoder):
+        for layer in (self.positions, self.input_norm, self.embedding_dropout, self.encoder):
             if layer is not None:
                 layer.build(states)
         for layer in (self.embedding, self.token_types):
@@ -180,8 +182,8 @@ class Encoder(BaseModel):
             x = ops.add(x, self.token_types(given.get("token_types", ops.zeros_like(token_ids))))
         if self.positions is not None:
             x = self.positions(x)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
+        if self.input_norm is not None:
+            x = self.input_norm(x)
         (x,) = call_layer(self.embedding_dropout, x, training)
         return call_layer(self.encoder, x, training, padding_mask=self.mask(token_ids))[0]
 
@@ -195,22 +197,26 @@ class Encoder(BaseModel):
     def compute_output_shape(self, input_shape):
         if isinstance(input_shape, dict):
             input_shape = input_shape["token_ids"]
+        self._check_length(input_shape[1])
         return (*input_shape, self.d_model)
 
     def get_config(self):
-        stack = self.encoder.get_config()
         return {
             **super().get_config(),
             "vocabulary_size": self.vocabulary_size,
             "d_model": self.d_model,
-            **{name: stack[name] for name in STACK_ARGUMENTS},
+            **kept_arguments(self.encoder),
             "position_encoding": self.position_encoding,
             "num_token_types": self.num_token_types,
-            "embedding_norm": self.embedding_norm is not None,
+            "embedding_norm": self.embedding_norm,
             "max_length": self.max_length,
             "pad_id": self.pad_id,
             "seed": self.seed,
         }
+
+    def _check_length(self, length):
+        if self.max_length is not None and length is not None:
+            check_length(length, self.max_length, "length")
 
     def _checked(self, inputs):
         """The inputs by name, int32, whose ranks and (where known) lengths are right."""
@@ -223,9 +229,7 @@ class Encoder(BaseModel):
                 raise ValueError(
                     f"`{name}` must be ids of shape (batch, length). Received: {name}.shape={tuple(ids.shape)}"
                 )
-        length = given["token_ids"].shape[1]
-        if self.max_length is not None and length is not None:
-            check_length(length, self.max_length, "length")
+        self._check_length(given["token_ids"].shape[1])
         # Cast, not refused, as Keras' own Embedding does: Keras builds a loaded model by calling it on floats.
         return {name: ops.cast(ids, "int32") for name, ids in given.items()}
 
@@ -332,21 +336,22 @@ class TokenClassifier(_TokenHead):
         super().__init__(encoder, **kwargs)
         positive_integers(num_classes=num_classes)
         self.num_classes = num_classes
-        self.dropout = keras.layers.Dropout(dropout, dtype=self.dtype_policy, name="dropout")
+        self.dropout = dropout
+        self.output_dropout = keras.layers.Dropout(dropout, dtype=self.dtype_policy, name="output_dropout")
         self.output_dense = self._dense(num_classes, "output")
         self.built = True
 
     def call(self, inputs, training=None):
         """Logits (B, T, num_classes)."""
         (x,) = call_layer(self.encoder, inputs, training)
-        (x,) = call_layer(self.dropout, x, training)
+        (x,) = call_layer(self.output_dropout, x, training)
         return self.output_dense(x)
 
     def compute_output_shape(self, input_shape):
         return (*self.encoder.compute_output_shape(input_shape)[:-1], self.num_classes)
 
     def get_config(self):
-        return {**super().get_config(), "num_classes": self.num_classes, "dropout": self.dropout.rate}
+        return {**super().get_config(), "num_classes": self.num_classes, "dropout": self.dropout}
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -378,7 +383,8 @@ class SequenceClassifier(_Head):
         self.num_classes = num_classes
         self.pooling = pooling
         self.hidden_activation = None if hidden_activation is None else activation_of(hidden_activation)
-        self.dropout = keras.layers.Dropout(dropout, dtype=self.dtype_policy, name="dropout")
+        self.dropout = dropout
+        self.output_dropout = keras.layers.Dropout(dropout, dtype=self.dtype_policy, name="output_dropout")
         self.hidden_dense = None
         if hidden_activation is not None:
             self.hidden_dense = self._dense(encoder.d_model, "hidden", self.hidden_activation)
@@ -391,7 +397,7 @@ class SequenceClassifier(_Head):
         x = pool(x, self.encoder.compute_mask(inputs), self.pooling)
         if self.hidden_dense is not None:
             x = self.hidden_dense(x)
-        (x,) = call_layer(self.dropout, x, training)
+        (x,) = call_layer(self.output_dropout, x, training)
         return self.output_dense(x)
 
     def compute_mask(self, inputs, previous_mask=None):
@@ -417,7 +423,7 @@ class SequenceClassifier(_Head):
             "hidden_activation": None
             if self.hidden_activation is None
             else keras.activations.serialize(self.hidden_activation),
-            "dropout": self.dropout.rate,
+            "dropout": self.dropout,
         }
 
 

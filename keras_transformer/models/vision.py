@@ -10,7 +10,7 @@ from keras import ops
 from keras_transformer._validation import positive_integers, rates
 from keras_transformer.layers import LearnedPositionalEncoding, TransformerEncoder
 from keras_transformer.layers.blocks import call_layer
-from keras_transformer.models.base import STACK_ARGUMENTS, BaseModel, seeded
+from keras_transformer.models.base import BaseModel, keep_arguments, kept_arguments, seeded
 from keras_transformer.models.encoder import check_pooling, pool
 from keras_transformer.models.presets import VISION
 
@@ -122,6 +122,7 @@ class VisionTransformer(BaseModel):
                 name="encoder",
                 **common,
             )
+            keep_arguments(self, self.encoder)
             self.output_dense = None
             if num_classes is not None:
                 self.output_dense = keras.layers.Dense(num_classes, name="output", **common)
@@ -185,7 +186,8 @@ class VisionTransformer(BaseModel):
         return None if self.num_classes is None else ["accuracy"]
 
     def get_config(self):
-        stack = self.encoder.get_config()
+        stack = kept_arguments(self.encoder)
+        del stack["sliding_window"]  # an image has no use for it
         return {
             **super().get_config(),
             "num_classes": self.num_classes,
@@ -193,7 +195,7 @@ class VisionTransformer(BaseModel):
             "patch_size": self.patch_size,
             "channels": self.channels,
             "d_model": self.d_model,
-            **{name: stack[name] for name in STACK_ARGUMENTS if name != "sliding_window"},
+            **stack,
             "pooling": self.pooling,
             "seed": self.seed,
         }

@@ -169,7 +169,7 @@ def _bert_like(checkpoint, arguments, name, offset):
         Part(encoder.embedding, f"{base}embeddings.word_embeddings"),
         Part(encoder.positions, f"{base}embeddings.position_embeddings", change=lambda table: table[offset:]),
         Part(encoder.token_types, f"{base}embeddings.token_type_embeddings"),
-        Part(encoder.embedding_norm, f"{base}embeddings.LayerNorm"),
+        Part(encoder.input_norm, f"{base}embeddings.LayerNorm"),
     ]
     for i, block in enumerate(encoder.encoder.blocks):
         parts += block_parts(block, f"{base}encoder.layer.{i}", _BERT_BLOCK)
@@ -228,7 +228,7 @@ def distilbert(checkpoint, arguments):
     parts = [
         Part(encoder.embedding, f"{base}embeddings.word_embeddings"),
         Part(encoder.positions, f"{base}embeddings.position_embeddings"),
-        Part(encoder.embedding_norm, f"{base}embeddings.LayerNorm"),
+        Part(encoder.input_norm, f"{base}embeddings.LayerNorm"),
     ]
     names = {
         "query": "attention.q_lin",
