@@ -58,7 +58,7 @@ class Request:
             ValueError: naming the argument that is wrong.
         """
         positive_integers(num_beams=num_beams)
-        _number(min_new_tokens, "min_new_tokens", "an integer from 0 to max_new_tokens", whole=True, least=0)
+        _number(min_new_tokens, "min_new_tokens", "an integer of at least 0", whole=True, least=0)
         if min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"`min_new_tokens` must not exceed max_new_tokens={self.max_new_tokens}. "
