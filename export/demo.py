@@ -270,7 +270,7 @@ def _draw_attention(model, tokenizer, source_text, target_text, path):
     source, target = tokenizer.encode([source_text, target_text])
     seen = [tokenizer.start_id, *target[:-1]]
     memory, source_mask = model.encode(ops.convert_to_tensor([source]))
-    x = model.position_encoding(model.target_embedding(ops.convert_to_tensor([seen])))
+    x = model.target_positions(model.target_embedding(ops.convert_to_tensor([seen])))
     _, weights = model.decoder(x, memory=memory, memory_padding_mask=source_mask, return_weights=True)
     tokens = [[text or "<end>" for text in tokenizer.decode([[i] for i in ids])] for ids in (source, target)]
     plot.plot_attention(ops.convert_to_numpy(weights[-1][1])[0], *tokens, path, title=f"{source_text} → {target_text}")

@@ -26,7 +26,7 @@ def graphs(model: Transformer, min_length: int | None, max_length: int | None, l
     length = Axis("length", 1, max_length)
     past_length = Axis("past_length", 0, None if max_length is None else max_length - 1)
     heads, head_dim = model.num_heads, model.d_model // model.num_heads
-    layers = range(model.num_layers)
+    layers = range(model.decoder.num_layers)
     dtype = model.compute_dtype
 
     def encode(source):
@@ -37,7 +37,7 @@ def graphs(model: Transformer, min_length: int | None, max_length: int | None, l
         pairs = [
             tuple(ops.transpose(cache, _HEADS_FIRST) for cache in caches[i : i + 2]) for i in range(0, len(caches), 2)
         ]
-        past, memory_cache = pairs[: model.num_layers], pairs[model.num_layers :]
+        past, memory_cache = pairs[: len(layers)], pairs[len(layers) :]
         past_size, size = ops.shape(caches[0])[2], ops.shape(input_ids)[1]
         mask = ops.logical_and(
             causal_mask(positions(size, past_size), positions(past_size + size)),
@@ -87,7 +87,7 @@ def runner_config(model: Transformer, max_length: int | None, logits: str) -> di
     """What the runner has to know of the model."""
     return {
         "kind": "encoder-decoder",
-        "num_layers": model.num_layers,
+        "num_layers": model.decoder.num_layers,
         "num_heads": model.num_heads,
         "head_dim": model.d_model // model.num_heads,
         "d_model": model.d_model,

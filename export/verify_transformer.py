@@ -48,6 +48,9 @@ def verify_transformer(model, directory: pathlib.Path, check: Check, samples=Non
         samples = {**samples, **MadeSamples(specs[1:]).make({"batch": batch, "length": length}, "padded", 0)}
     sources = []
     for sizes, case, inputs in check.runs(directory, specs, axes, samples, config["num_heads"]):
+        if samples is None:
+            # Made samples have 0 for padding.
+            inputs = {**inputs, "source": np.where(inputs["source"] == 0, config["pad_id"], inputs["source"])}
         logits, *encoded = forward(inputs)
         names = [output.name for output in encoder.get_outputs()]
         source = {"source": inputs["source"]}

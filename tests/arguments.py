@@ -173,7 +173,7 @@ ARGUMENTS = {
         "mask_zero": False,
         "embeddings_initializer": "he_normal",
     },
-    SinusoidalPositionalEncoding: {"max_wavelength": 500},
+    SinusoidalPositionalEncoding: {"max_wavelength": 500, "interleaved": False},
     LearnedPositionalEncoding: {"max_length": 8, "embeddings_initializer": "he_normal"},
     CausalMask: {},
     CausalLM: {
@@ -234,6 +234,13 @@ ARGUMENTS = {
         "max_length": 8,
         "start_id": 3,
         "end_id": 4,
+        "pad_id": 9,
+        "num_decoder_layers": 2,
+        "norm_epsilon": 0.3,
+        "position_encoding": "sinusoidal_halves",
+        "scale_embedding": False,
+        "embedding_norm": True,
+        "output_bias": True,
         "seed": 5,
     },
     losses.MaskedCrossentropy: {
@@ -290,6 +297,8 @@ def observed_by(cls, name):
     """How the effect of a constructor argument is seen."""
     if name in ("dropout", "seed"):
         return "training"
+    if cls is Transformer and name == "pad_id":
+        return "inference"
     if cls in (Transformer, CausalLM) and name in ("start_id", "end_id", "max_length", "pad_id"):
         return "generation"
     return "inference"

@@ -69,6 +69,13 @@ TRANSFORMER = {
     "max_length": 17,
     "start_id": 3,
     "end_id": 4,
+    "pad_id": 0,
+    "num_decoder_layers": 2,
+    "norm_epsilon": 1e-5,
+    "position_encoding": "sinusoidal",
+    "scale_embedding": True,
+    "embedding_norm": False,
+    "output_bias": False,
     "seed": 5,
 }
 TOKENS = {"source": ids(B, S), "target": ids(B, T, seed=1)}
@@ -105,7 +112,9 @@ LAYERS = {
         {"x": ids(B, T)},
         carries=None,
     ),
-    "sinusoidal positions": Case(layers.SinusoidalPositionalEncoding, {"max_wavelength": 500}, X, masks={"x": None}),
+    "sinusoidal positions": Case(
+        layers.SinusoidalPositionalEncoding, {"max_wavelength": 500, "interleaved": False}, X, masks={"x": None}
+    ),
     "learned positions": Case(
         layers.LearnedPositionalEncoding,
         {"max_length": 7, "embeddings_initializer": "he_normal"},
@@ -161,6 +170,20 @@ VISION = {
 IMAGES = {"images": floats(B, 6, 8, 2)}
 MODELS = {
     "transformer": ModelCase(models.Transformer, TRANSFORMER, TOKENS, carries="target"),
+    "BART": ModelCase(
+        models.Transformer,
+        {
+            **TRANSFORMER,
+            "norm_first": False,
+            "tie_output": True,
+            "position_encoding": "learned",
+            "scale_embedding": False,
+            "embedding_norm": True,
+            "output_bias": True,
+        },
+        TOKENS,
+        carries="target",
+    ),
     "GPT-2": ModelCase(models.CausalLM, CAUSAL_LM, {"token_ids": ids(B, S)}, carries=None),
     "Llama": ModelCase(
         models.CausalLM,

@@ -52,6 +52,23 @@ VIT = {
     "num_channels": 2,
 }
 ROBERTA = {**BERT, "type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}
+BART = {
+    "vocab_size": V,
+    "d_model": D,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": N,
+    "decoder_attention_heads": N,
+    "encoder_ffn_dim": F,
+    "decoder_ffn_dim": F,
+    "max_position_embeddings": 17,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+MARIAN = {"pad_token_id": V - 1, "eos_token_id": 0, "decoder_start_token_id": V - 1, "scale_embedding": True}
 # By name: a model's class in `transformers`, its configuration, and what it becomes here.
 CASES = {
     "BERT": ("Bert", "Model", BERT, models.Encoder),
@@ -94,6 +111,9 @@ CASES = {
         models.CausalLM,
     ),
     "Mistral": ("Mistral", "ForCausalLM", {**LLAMA, "sliding_window": 3}, models.CausalLM),
+    "BART": ("Bart", "ForConditionalGeneration", BART, models.Transformer),
+    "BART, base model alone": ("Bart", "Model", BART, models.Transformer),
+    "Marian": ("Marian", "MTModel", {**BART, "activation_function": "swish", **MARIAN}, models.Transformer),
     "ViT": ("ViT", "Model", VIT, models.VisionTransformer),
     "ViT, classifier": ("ViT", "ForImageClassification", {**VIT, "num_labels": 5}, models.VisionTransformer),
 }
@@ -107,7 +127,8 @@ def published(name, directory, **saving):
     with torch.no_grad():
         for parameter in model.parameters():
             # Activations reach ±3, where the two GELUs differ most.
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+            if parameter.requires_grad:  # Marian's sinusoids do not
+                parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(directory, **saving)
     return model
 
@@ -128,6 +149,14 @@ def test_equals_transformers(name, tmp_path):
         images = np.random.default_rng(0).normal(size=(2, 2, 12, 12)).astype("float32")
         wanted = expected(theirs, pixel_values=images)
         found = numpy(ours(images.transpose(0, 2, 3, 1)))
+        mask = np.ones(found.shape[:-1], bool)
+    elif isinstance(ours, models.Transformer):
+        source, target = np.where(IDS == 0, ours.pad_id, IDS).astype("int32"), IDS[:, :5] + 1
+        given = {"input_ids": source, "attention_mask": source != ours.pad_id, "decoder_input_ids": target}
+        wanted = expected(theirs, **{key: array.astype("int64") for key, array in given.items()})
+        if "alone" in name:
+            wanted = wanted @ theirs.shared.weight.detach().numpy().T
+        found = numpy(ours({"source": source, "target": target}))
         mask = np.ones(found.shape[:-1], bool)
     elif isinstance(ours, models.CausalLM):
         wanted, found, mask = (
@@ -169,6 +198,24 @@ def test_generates_what_transformers_does(name, penalty, tmp_path):
     np.testing.assert_array_equal(
         pretrained.load(tmp_path).generate(IDS[:1], max_new_tokens=9, repetition_penalty=penalty), wanted
     )
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ["BART", "Marian"])
+def test_translates_as_transformers_does(name, beams, tmp_path):
+    theirs = published(name, tmp_path)
+    ours = pretrained.load(tmp_path)
+    source = np.where(IDS == 0, ours.pad_id, IDS).astype("int32")
+    with torch.no_grad():
+        wanted = theirs.generate(
+            torch.tensor(source.astype("int64")),
+            attention_mask=torch.tensor((source != ours.pad_id).astype("int64")),
+            max_new_tokens=9,
+            do_sample=False,
+            num_beams=beams,
+        )[:, 1:].numpy()
+    found = ours.generate(source, max_new_tokens=9, num_beams=beams)
+    np.testing.assert_array_equal(found[:, : wanted.shape[1]], wanted)
 
 
 def change(directory, **tensors):

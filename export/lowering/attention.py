@@ -353,7 +353,8 @@ def _square_mask(g, length, slots) -> Tensor:
 
 @register_lowering(ops.SinusoidalEncoding)
 def _sinusoidal_encoding(g, node, positions):
-    return _waves(g, positions, *sinusoidal_waves(node.attributes["d_model"], node.attributes["max_wavelength"]))
+    arguments = (node.attributes[name] for name in ("d_model", "max_wavelength", "interleaved"))
+    return _waves(g, positions, *sinusoidal_waves(*arguments))
 
 
 @register_lowering(ops.RotaryEncoding)

@@ -167,26 +167,29 @@ class _PositionalEncoding(keras.layers.Layer):
 class SinusoidalPositionalEncoding(_PositionalEncoding):
     """Adds the sinusoidal encoding of positions ("Attention Is All You Need", section 3.5).
 
-    Columns are interleaved: sine in the even ones, cosine in the odd ones. There is no table and no longest length;
-    the encoding is computed in float32 whatever the dtype policy, and cast once.
+    There is no table and no longest length; the encoding is computed in float32 whatever the dtype policy, and cast
+    once.
 
     Args:
         max_wavelength: the base of the geometric progression of wavelengths.
+        interleaved: whether sines and cosines alternate, as in the paper; otherwise all sines come first, then the
+            cosines, as in Marian's models.
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
-    def __init__(self, max_wavelength: float = 10000, **kwargs):
+    def __init__(self, max_wavelength: float = 10000, interleaved: bool = True, **kwargs):
         super().__init__(**kwargs)
         positive_numbers(max_wavelength=max_wavelength)
         self.max_wavelength = max_wavelength
+        self.interleaved = interleaved
 
     def _encoding(self, x, positions):
         if positions is None:
             positions = token_positions(ops.shape(x)[1])
-        return sinusoidal_encoding(positions, x.shape[-1], self.max_wavelength)
+        return sinusoidal_encoding(positions, x.shape[-1], self.max_wavelength, self.interleaved)
 
     def get_config(self):
-        return {**super().get_config(), "max_wavelength": self.max_wavelength}
+        return {**super().get_config(), "max_wavelength": self.max_wavelength, "interleaved": self.interleaved}
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 from typing import Any
 
 import keras
@@ -21,29 +19,38 @@ from keras_transformer.generation.mixin import GenerationMixin
 from keras_transformer.generation.request import Request, source_request
 from keras_transformer.generation.rules import Rules
 from keras_transformer.layers import (
+    LearnedPositionalEncoding,
     SinusoidalPositionalEncoding,
     TokenEmbedding,
     TransformerDecoder,
     TransformerEncoder,
 )
 from keras_transformer.layers.blocks import call_layer
+from keras_transformer.layers.feed_forward import activation_of
+from keras_transformer.losses import MaskedCrossentropy
+from keras_transformer.metrics import MaskedAccuracy, Perplexity
+from keras_transformer.models.base import BaseModel, seeded
+from keras_transformer.models.presets import TRANSFORMER
 from keras_transformer.ops import causal_mask
 from keras_transformer.ops import positions as token_positions
 from keras_transformer.ops.attention import agree
 
+POSITIONS = ("sinusoidal", "sinusoidal_halves", "learned")
+
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
-class Transformer(GenerationMixin, keras.Model):
+class Transformer(GenerationMixin, BaseModel):
     """Encoder-decoder Transformer (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
 
     Called with `{"source": ids (B, S), "target": ids (B, T)}` it gives logits (B, T, V): those at position t are for
     the token after `target[:, t]`, and depend on the target up to t and on the whole source. The defaults are the
-    paper's base model: `Transformer(37000, 37000, share_embeddings=True)` has its 63,082,496 parameters.
+    paper's base model: `Transformer(37000, 37000, share_embeddings=True)` has its 63,082,496 parameters. BART
+    (https://arxiv.org/abs/1910.13461) and Marian's models are made by other arguments.
 
-    Padding is id 0, always: that is the one id which Keras' implicit masks can mean. Source padding is attended to by
-    nobody. Target padding stands at the end of a row, where the causal mask hides it from every real position, so no
-    other mask is made: attention runs in its causal form, and what stands at padded positions (finite, of no meaning)
-    is the same with a cache and without. The logits carry the implicit mask `target != 0`.
+    Source padding is attended to by nobody. Target padding stands at the end of a row, where the causal mask hides it
+    from every real position, so no other mask is made: attention runs in its causal form, and what stands at padded
+    positions (finite, of no meaning) is the same with a cache and without. The logits carry the implicit mask
+    `target != pad_id`.
 
     Every shape follows from the arguments, so all weights exist as soon as the model does: it can be counted, loaded,
     used and exported before any call.
@@ -51,7 +58,7 @@ class Transformer(GenerationMixin, keras.Model):
     Args:
         source_vocabulary_size: number of source ids.
         target_vocabulary_size: number of target ids, V.
-        num_layers: blocks in the encoder and in the decoder.
+        num_layers: blocks in the encoder, and in the decoder if `num_decoder_layers` is None.
         d_model: width.
         num_heads: attention heads; must divide `d_model`.
         d_ff: inner width of the feed-forward layers.
@@ -60,10 +67,18 @@ class Transformer(GenerationMixin, keras.Model):
         norm_first: normalise each sub-layer's input (and the stacks' outputs) in place of its output.
         share_embeddings: one table for source and target, which must then have equal vocabulary sizes.
         tie_output: the target embedding, transposed, is the output projection (section 3.4). Otherwise a dense layer
-            of its own. Neither has a bias.
+            of its own.
         max_length: longest source and target, and the limit of what `generate` makes; None for no limit.
         start_id: what every target begins with.
         end_id: what ends a target.
+        pad_id: the id of padding, in source and target.
+        num_decoder_layers: blocks in the decoder; `num_layers` if None.
+        norm_epsilon: of the layer norms.
+        position_encoding: `"sinusoidal"`, as in the paper; `"sinusoidal_halves"`, its columns in another order (see
+            `SinusoidalPositionalEncoding`); or `"learned"`, one table for sources and one for targets.
+        scale_embedding: whether token embeddings are multiplied by `sqrt(d_model)`.
+        embedding_norm: whether the sums of embeddings and positions are normalised.
+        output_bias: whether the logits have a bias.
         seed: of the initial weights. Dropout follows `keras.utils.set_random_seed`.
         **kwargs: `name`, `dtype` and `trainable`, as for any `keras.Model`.
 
@@ -73,13 +88,13 @@ class Transformer(GenerationMixin, keras.Model):
     Example:
         ```python
         model = keras_transformer.models.Transformer(8000, 8000, num_layers=3, d_model=256, num_heads=4, d_ff=1024)
-        model.compile("adam", keras_transformer.losses.MaskedCrossentropy())
+        model.compile("adam")
         model.fit({"source": source, "target": target}, labels)  # labels: target, one token ahead
         model.generate(source, max_new_tokens=40)
         ```
     """
 
-    pad_id = 0
+    presets = TRANSFORMER
 
     def __init__(
         self,
@@ -97,6 +112,13 @@ class Transformer(GenerationMixin, keras.Model):
         max_length: int | None = None,
         start_id: int = 1,
         end_id: int = 2,
+        pad_id: int = 0,
+        num_decoder_layers: int | None = None,
+        norm_epsilon: float = 1e-6,
+        position_encoding: str = "sinusoidal",
+        scale_embedding: bool = True,
+        embedding_norm: bool = False,
+        output_bias: bool = False,
         seed: int | None = None,
         **kwargs,
     ):
@@ -112,8 +134,15 @@ class Transformer(GenerationMixin, keras.Model):
             )
         check_ids(np.array([start_id]), target_vocabulary_size, "start_id")
         check_ids(np.array([end_id]), target_vocabulary_size, "end_id")
-        if end_id == self.pad_id:
-            raise ValueError(f"`end_id` must differ from the padding id {self.pad_id}. Received: end_id={end_id}")
+        check_ids(np.array([pad_id]), min(source_vocabulary_size, target_vocabulary_size), "pad_id")
+        if end_id == pad_id:
+            raise ValueError(f"`end_id` must differ from the padding id {pad_id}. Received: end_id={end_id}")
+        if position_encoding not in POSITIONS:
+            raise ValueError(
+                f"`position_encoding` must be one of {POSITIONS}. Received: position_encoding={position_encoding!r}"
+            )
+        if position_encoding == "learned" and max_length is None:
+            raise ValueError("`position_encoding='learned'` needs a `max_length`. Received: max_length=None")
         self.source_vocabulary_size = source_vocabulary_size
         self.target_vocabulary_size = target_vocabulary_size
         self.num_layers = num_layers
@@ -121,17 +150,24 @@ class Transformer(GenerationMixin, keras.Model):
         self.num_heads = num_heads
         self.d_ff = d_ff
         self.dropout = dropout
-        self.activation = keras.activations.get(activation)
+        self.activation = activation_of(activation)
         self.norm_first = norm_first
         self.share_embeddings = share_embeddings
         self.tie_output = tie_output
         self.max_length = max_length
         self.start_id = start_id
         self.end_id = end_id
+        self.pad_id = pad_id
+        self.num_decoder_layers = num_decoder_layers
+        self.norm_epsilon = norm_epsilon
+        self.position_encoding = position_encoding
+        self.scale_embedding = scale_embedding
+        self.embedding_norm = embedding_norm
+        self.output_bias = output_bias
         self.seed = seed
         self.supports_masking = True
 
-        with _seeded(seed):
+        with seeded(seed):
             self._make_layers()
             self.build()
         self._generator = Generator(self)
@@ -139,18 +175,18 @@ class Transformer(GenerationMixin, keras.Model):
     def _make_layers(self):
         common = {"dtype": self.dtype_policy}
         stack = {
-            "num_layers": self.num_layers,
             "num_heads": self.num_heads,
             "d_ff": self.d_ff,
             "dropout": self.dropout,
             "activation": self.activation,
             "norm_first": self.norm_first,
+            "norm_epsilon": self.norm_epsilon,
             **common,
         }
 
         def embedding(size, name):
             # Masks are made from ids where they are needed, once for all layers: see the class docstring.
-            return TokenEmbedding(size, self.d_model, mask_zero=False, name=name, **common)
+            return TokenEmbedding(size, self.d_model, self.scale_embedding, mask_zero=False, name=name, **common)
 
         self.source_embedding = embedding(self.source_vocabulary_size, "source_embedding")
         self.target_embedding = (
@@ -158,11 +194,22 @@ class Transformer(GenerationMixin, keras.Model):
             if self.share_embeddings
             else embedding(self.target_vocabulary_size, "target_embedding")
         )
-        self.position_encoding = SinusoidalPositionalEncoding(name="position_encoding", **common)
+        if self.position_encoding == "learned":
+            self.source_positions = LearnedPositionalEncoding(self.max_length, name="source_positions", **common)
+            self.target_positions = LearnedPositionalEncoding(self.max_length, name="target_positions", **common)
+        else:
+            interleaved = self.position_encoding == "sinusoidal"
+            self.source_positions = self.target_positions = SinusoidalPositionalEncoding(
+                interleaved=interleaved, name="positions", **common
+            )
+        self.source_norm = self.target_norm = None
+        if self.embedding_norm:
+            self.source_norm = keras.layers.LayerNormalization(epsilon=self.norm_epsilon, name="source_norm", **common)
+            self.target_norm = keras.layers.LayerNormalization(epsilon=self.norm_epsilon, name="target_norm", **common)
         self.source_dropout = keras.layers.Dropout(self.dropout, name="source_dropout", **common)
         self.target_dropout = keras.layers.Dropout(self.dropout, name="target_dropout", **common)
-        self.encoder = TransformerEncoder(name="encoder", **stack)
-        self.decoder = TransformerDecoder(name="decoder", **stack)
+        self.encoder = TransformerEncoder(self.num_layers, name="encoder", **stack)
+        self.decoder = TransformerDecoder(self.num_decoder_layers or self.num_layers, name="decoder", **stack)
         self.output_projection = (
             None
             if self.tie_output
@@ -177,13 +224,20 @@ class Transformer(GenerationMixin, keras.Model):
         self.source_embedding.build((None, None))
         if not self.share_embeddings:
             self.target_embedding.build((None, None))
-        self.position_encoding.build(states)
-        self.source_dropout.build(states)
-        self.target_dropout.build(states)
+        for side in ("source", "target"):
+            for layer in (f"{side}_positions", f"{side}_norm", f"{side}_dropout"):
+                layer = getattr(self, layer)
+                if layer is not None and not layer.built:
+                    layer.build(states)
         self.encoder.build(states)
         self.decoder.build(states, states)
         if self.output_projection is not None:
             self.output_projection.build(states)
+        self.logits_bias = None
+        if self.output_bias:
+            self.logits_bias = self.add_weight(
+                shape=(self.target_vocabulary_size,), initializer="zeros", name="logits_bias"
+            )
 
     def call(self, inputs, training=None):
         """Logits (B, T, V) of `{"source": ids (B, S), "target": ids (B, T)}`."""
@@ -204,7 +258,9 @@ class Transformer(GenerationMixin, keras.Model):
             The memory (B, S, d_model) and its mask (B, S), True where a token is not padding.
         """
         source_mask = ops.not_equal(source_ids, self.pad_id)
-        x = self.position_encoding(self.source_embedding(source_ids))
+        x = self.source_positions(self.source_embedding(source_ids))
+        if self.source_norm is not None:
+            x = self.source_norm(x)
         (x,) = call_layer(self.source_dropout, x, training)
         (x,) = call_layer(self.encoder, x, training, padding_mask=source_mask)
         return x, source_mask
@@ -263,7 +319,9 @@ class Transformer(GenerationMixin, keras.Model):
                     f"attention_mask={attention_mask}, positions={positions}"
                 )
         x = self.target_embedding(target_ids)
-        (x,) = call_layer(self.position_encoding, x, training, positions=positions)
+        (x,) = call_layer(self.target_positions, x, training=None, positions=positions)
+        if self.target_norm is not None:
+            x = self.target_norm(x)
         (x,) = call_layer(self.target_dropout, x, training)
         x, *rest = call_layer(
             self.decoder,
@@ -278,12 +336,21 @@ class Transformer(GenerationMixin, keras.Model):
         cache = rest[0] if rest else None
         if last_only:
             x = x[:, -1:]
-        if self.tie_output:
-            return self.target_embedding(x, reverse=True), cache
-        return self.output_projection(x), cache
+        logits = self.target_embedding(x, reverse=True) if self.tie_output else self.output_projection(x)
+        if self.logits_bias is not None:
+            logits = ops.add(logits, ops.cast(self.logits_bias, logits.dtype))
+        return logits, cache
+
+    def default_loss(self) -> Any:
+        """Cross-entropy of the next token, with label smoothing of 0.1 as in the paper; padding does not count."""
+        return MaskedCrossentropy(ignore_id=self.pad_id)
+
+    def default_metrics(self) -> Any:
+        """Perplexity and accuracy."""
+        return [Perplexity(ignore_id=self.pad_id), MaskedAccuracy(ignore_id=self.pad_id)]
 
     def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
-        """The sources (B, S) to translate, padded with 0 or of unequal length, once they are checked."""
+        """The sources (B, S) to translate, padded or of unequal length, once they are checked."""
         return source_request(
             _to_numpy(inputs),
             max_new_tokens,
@@ -344,6 +411,13 @@ class Transformer(GenerationMixin, keras.Model):
             "max_length": self.max_length,
             "start_id": self.start_id,
             "end_id": self.end_id,
+            "pad_id": self.pad_id,
+            "num_decoder_layers": self.num_decoder_layers,
+            "norm_epsilon": self.norm_epsilon,
+            "position_encoding": self.position_encoding,
+            "scale_embedding": self.scale_embedding,
+            "embedding_norm": self.embedding_norm,
+            "output_bias": self.output_bias,
             "seed": self.seed,
         }
 
@@ -364,21 +438,6 @@ class Transformer(GenerationMixin, keras.Model):
             raise ValueError(f'"source" and "target" must have the same number of rows. Received: shapes {shapes}')
         # Cast, not refused, as Keras' own Embedding does: Keras builds a loaded model by calling it on floats.
         return ops.cast(inputs["source"], "int32"), ops.cast(inputs["target"], "int32")
-
-
-@contextlib.contextmanager
-def _seeded(seed):
-    """Makes initializers that have no seed of their own follow from `seed`, and leaves the global state alone."""
-    if seed is None:
-        yield
-        return
-    # Where Keras takes a seed from, when none is given: what `keras.utils.set_random_seed` sets.
-    state = random.getstate()
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 def _to_numpy(ids):

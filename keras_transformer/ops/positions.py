@@ -30,7 +30,7 @@ def positions(length: Any, start: Any = None) -> Any:
     return ops.add(steps, ops.expand_dims(start, 1) if len(getattr(start, "shape", ())) else start)
 
 
-def sinusoidal_encoding(positions: Any, d_model: int, max_wavelength: float = 10000) -> Any:
+def sinusoidal_encoding(positions: Any, d_model: int, max_wavelength: float = 10000, interleaved: bool = True) -> Any:
     """The sinusoidal encoding of positions ("Attention Is All You Need", section 3.5).
 
     Column 2i is `sin(p / max_wavelength ** (2i / d_model))` and column 2i+1 the cosine of the same angle; an odd
@@ -40,11 +40,12 @@ def sinusoidal_encoding(positions: Any, d_model: int, max_wavelength: float = 10
         positions: integers (B|1, T), not negative.
         d_model: number of columns.
         max_wavelength: the base of the geometric progression of wavelengths.
+        interleaved: whether sines and cosines alternate; otherwise all sines come first, then the cosines.
 
     Returns:
         float32 (B|1, T, d_model).
     """
-    return run(SinusoidalEncoding, positions, d_model=d_model, max_wavelength=max_wavelength)
+    return run(SinusoidalEncoding, positions, d_model=d_model, max_wavelength=max_wavelength, interleaved=interleaved)
 
 
 def sinusoidal_table(length: int, d_model: int, max_wavelength: float = 10000) -> np.ndarray:
@@ -55,27 +56,34 @@ def sinusoidal_table(length: int, d_model: int, max_wavelength: float = 10000) -
 class SinusoidalEncoding(keras.Operation):
     """The operation behind `sinusoidal_encoding`; it is called with (positions)."""
 
-    def __init__(self, d_model: int, max_wavelength: float = 10000, *, name: str | None = None):
+    def __init__(
+        self, d_model: int, max_wavelength: float = 10000, interleaved: bool = True, *, name: str | None = None
+    ):
         super().__init__(name=name)
+        self.interleaved = interleaved
         self.d_model = d_model
         self.max_wavelength = max_wavelength
 
     def call(self, positions):
-        return self.compute(positions, self.d_model, self.max_wavelength)
+        return self.compute(positions, self.d_model, self.max_wavelength, self.interleaved)
 
     @staticmethod
-    def compute(positions, d_model, max_wavelength):
+    def compute(positions, d_model, max_wavelength, interleaved):
         """See `sinusoidal_encoding`."""
-        return waves(positions, *sinusoidal_waves(d_model, max_wavelength))
+        return waves(positions, *sinusoidal_waves(d_model, max_wavelength, interleaved))
 
     def compute_output_spec(self, positions):
         return keras.KerasTensor((*positions.shape, self.d_model), "float32")
 
 
 @functools.lru_cache(maxsize=32)
-def sinusoidal_waves(d_model: int, max_wavelength: float) -> tuple[tuple[float, ...], tuple[int, ...]]:
+def sinusoidal_waves(
+    d_model: int, max_wavelength: float, interleaved: bool = True
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """The frequencies and quarter turns of `waves` that make the sinusoidal encoding."""
     columns = np.arange(d_model)
+    if not interleaved:
+        columns = np.concatenate([columns[::2], columns[1::2]])
     return tuple(float(max_wavelength) ** (-(columns // 2 * 2) / d_model)), tuple(columns % 2)
 
 

@@ -18,6 +18,7 @@ from keras_transformer.models import (
     SentenceEncoder,
     SequenceClassifier,
     TokenClassifier,
+    Transformer,
     VisionTransformer,
 )
 
@@ -413,6 +414,88 @@ def llama(checkpoint, arguments):
     return model, parts + _output_parts(model), (*_tied(model), r"(.*\.)?rotary_emb\.inv_freq")
 
 
+_BART_BLOCK = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.out_proj",
+    "attention_norm": "self_attn_layer_norm",
+    "cross_query": "encoder_attn.q_proj",
+    "cross_key": "encoder_attn.k_proj",
+    "cross_value": "encoder_attn.v_proj",
+    "cross_output": "encoder_attn.out_proj",
+    "cross_norm": "encoder_attn_layer_norm",
+    "inner": "fc1",
+    "outer": "fc2",
+    "norm": "final_layer_norm",
+}
+
+
+def bart(checkpoint, arguments):
+    """BART (https://arxiv.org/abs/1910.13461): learned positions, whose first two are not used.
+
+    What `forced_bos_token_id` and `forced_eos_token_id` ask for in generation is not followed.
+    """
+    return _bart_like(checkpoint, {"position_encoding": "learned", "embedding_norm": True, **arguments})
+
+
+def marian(checkpoint, arguments):
+    """Marian's translation models (https://arxiv.org/abs/1804.00344, as `transformers` has them)."""
+    return _bart_like(checkpoint, {"position_encoding": "sinusoidal_halves", **arguments})
+
+
+def _bart_like(checkpoint, arguments):
+    checkpoint.only("share_encoder_decoder_embeddings", True)
+    for name in ("ffn_dim", "attention_heads"):
+        checkpoint.only(f"decoder_{name}", checkpoint.setting(f"encoder_{name}"))
+    size = checkpoint.setting("vocab_size")
+    tied = checkpoint.setting("tie_word_embeddings", default=True)
+    model = Transformer(
+        **{
+            "source_vocabulary_size": size,
+            "target_vocabulary_size": size,
+            "share_embeddings": True,
+            "num_layers": checkpoint.setting("encoder_layers"),
+            "num_decoder_layers": checkpoint.setting("decoder_layers"),
+            "d_model": checkpoint.setting("d_model"),
+            "num_heads": checkpoint.setting("encoder_attention_heads"),
+            "d_ff": checkpoint.setting("encoder_ffn_dim"),
+            "dropout": checkpoint.setting("dropout", default=0.1),
+            "activation": activation(checkpoint, "activation_function"),
+            "norm_epsilon": 1e-5,
+            "tie_output": tied,
+            "max_length": checkpoint.setting("max_position_embeddings"),
+            "scale_embedding": checkpoint.setting("scale_embedding", default=False),
+            "output_bias": "final_logits_bias" in checkpoint,
+            "start_id": checkpoint.setting("decoder_start_token_id"),
+            "end_id": checkpoint.setting("eos_token_id"),
+            "pad_id": checkpoint.setting("pad_token_id"),
+            **arguments,
+        }
+    )
+    base = _prefix(checkpoint, "model", "encoder.layers.0.fc1.weight")
+    names = (f"{base}shared", f"{base}encoder.embed_tokens", f"{base}decoder.embed_tokens", "lm_head")
+    stored = next((name for name in names if f"{name}.weight" in checkpoint), names[0])
+    parts = [Part(model.source_embedding, stored)]
+    for side, stack, positions, norm in (
+        ("encoder", model.encoder, model.source_positions, model.source_norm),
+        ("decoder", model.decoder, model.target_positions, model.target_norm),
+    ):
+        if model.position_encoding == "learned":
+            parts.append(Part(positions, f"{base}{side}.embed_positions", change=lambda table: table[2:]))
+        if norm is not None:
+            parts.append(Part(norm, f"{base}{side}.layernorm_embedding"))
+        for i, block in enumerate(stack.blocks):
+            parts += block_parts(block, f"{base}{side}.layers.{i}", _BART_BLOCK)
+    if model.logits_bias is not None:
+        parts.append(Part(model.logits_bias, "final_logits_bias", change=lambda bias: bias[0]))
+    # The one table is stored again under each of its names by some, as is what can be computed.
+    ignored = [re.escape(f"{name}.weight") for name in names[: 4 if tied else 3]]
+    if model.position_encoding != "learned":
+        ignored.append(r".*embed_positions\.weight")
+    return model, parts + _output_parts(model), ignored
+
+
 def _ids(checkpoint):
     """The ids of padding and end."""
     end = checkpoint.setting("eos_token_id", default=None)
@@ -486,10 +569,12 @@ def _prefix(checkpoint, name, key):
 
 
 FAMILIES = {
+    "bart": bart,
     "bert": bert,
     "distilbert": distilbert,
     "gpt2": gpt2,
     "llama": llama,
+    "marian": marian,
     "mistral": llama,
     "roberta": roberta,
     "vit": vit,

@@ -18,8 +18,8 @@ def load(directory: str | os.PathLike, dtype: Any = None, **arguments: Any) -> k
 
     The class follows from the folder: `models.Encoder` and its heads (BERT, RoBERTa, DistilBERT, and what has their
     shape), `models.SentenceEncoder` if the folder is one of sentence-transformers, `models.CausalLM` (GPT-2, Llama,
-    Mistral), `models.VisionTransformer` (ViT). Every tensor of the folder has to find its place, and every weight of
-    the model its tensor.
+    Mistral), `models.Transformer` (BART, Marian), `models.VisionTransformer` (ViT). Every tensor of the folder has to
+    find its place, and every weight of the model its tensor.
 
     Args:
         directory: the folder. Nothing is downloaded, nothing is unpickled.
