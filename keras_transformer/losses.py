@@ -8,6 +8,9 @@ from keras import ops
 from keras_transformer._validation import positive_integers, rates
 from keras_transformer.ops.attention import agree
 
+# The label of a place that is not asked for, in language modelling, where every id may be a token.
+NO_LABEL = -100
+
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
 class MaskedCrossentropy(keras.losses.Loss):

@@ -22,7 +22,7 @@ from keras_transformer.layers import (
 )
 from keras_transformer.layers.attention import cached_mask
 from keras_transformer.layers.blocks import call_layer
-from keras_transformer.losses import MaskedCrossentropy
+from keras_transformer.losses import NO_LABEL, MaskedCrossentropy
 from keras_transformer.metrics import MaskedAccuracy, Perplexity
 from keras_transformer.models.base import BaseModel, keep_arguments, kept_arguments, seeded
 from keras_transformer.models.presets import CAUSAL_LM
@@ -30,8 +30,6 @@ from keras_transformer.ops import positions as token_positions
 from keras_transformer.ops import rotary_encoding, rotary_frequencies
 
 POSITIONS = ("learned", "sinusoidal", "rotary", None)
-# The label of a place that has no next token.
-NO_LABEL = -100
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -43,7 +41,7 @@ class CausalLM(GenerationMixin, BaseModel):
     smallest GPT-2; `CausalLM.from_preset("llama-3.2-1b")` is a Llama.
 
     Several texts may share a row: called with `{"token_ids", "segment_ids", "positions"}`, each (B, T), a token attends
-    to those of its own segment only, and `positions` begin anew with each (`data.PackedTexts` makes such rows).
+    to those of its own segment only, and `positions` begin anew with each (`data.pack_texts` makes such rows).
 
     Args:
         vocabulary_size: number of ids, V.

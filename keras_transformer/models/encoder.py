@@ -17,13 +17,10 @@ from keras_transformer.layers import (
 )
 from keras_transformer.layers.blocks import NORMS, call_layer
 from keras_transformer.layers.feed_forward import activation_of
-from keras_transformer.losses import MaskedCrossentropy
+from keras_transformer.losses import NO_LABEL, MaskedCrossentropy
 from keras_transformer.metrics import MaskedAccuracy
 from keras_transformer.models.base import BaseModel, keep_arguments, kept_arguments, seeded
 from keras_transformer.models.presets import ENCODER
-
-# The label of a place that is not asked for.
-NO_LABEL = -100
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
