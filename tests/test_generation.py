@@ -1,6 +1,7 @@
-"""Greedy generation: the rules, the two loops, and generate against a loop without a cache."""
+"""Generation: the two loops, greedy decoding against a loop without a cache, sampling, streaming and beams."""
 
 import concurrent.futures
+import inspect
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from keras import ops
 
 from keras_transformer._validation import check_ids, check_length, check_not_empty, id_batch
 from keras_transformer.generation.loop import loop_tokens
+from keras_transformer.generation.mixin import GenerationMixin
 from keras_transformer.generation.rules import Engine, Rules
 from keras_transformer.generation.stream import collect_tokens, stream_tokens
 from keras_transformer.losses import MaskedCrossentropy
@@ -225,6 +227,144 @@ def test_half_precision(policy):
     assert (ids < 23).all()
 
 
+# Sampling, streaming, beams
+
+OPTIONS = [
+    {},
+    {"temperature": 1.0, "seed": 2**32 - 1},
+    {"temperature": 0.8, "seed": 3, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3},
+    {"min_new_tokens": 7, "repetition_penalty": 5.0, "stop_sequences": [[3, 8], [20]]},
+]
+BEAMS = [
+    {"num_beams": 3},
+    {"num_beams": 2, "length_penalty": 0.0, "min_new_tokens": 4, "repetition_penalty": 1.5, "stop_sequences": [[9]]},
+]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, *BEAMS])
+def test_programs_equal_steps_through_the_layers(model, options):
+    ids = model.generate(SOURCE, 9, **options)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(model.generate(SOURCE, 9, compile=False, **options), ids)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("compile", [None, False])
+def test_streams_what_it_generates(model, options, compile):
+    ids = model.generate(SOURCE, 9, **options)
+    tokens = list(model.stream(SOURCE, 9, compile=compile, **options))
+    assert all(isinstance(column, np.ndarray) and column.dtype == np.int32 for column in tokens)
+    np.testing.assert_array_equal(np.stack(tokens, axis=1), ids)
+    told = []
+    np.testing.assert_array_equal(model.generate(SOURCE, 9, on_tokens=told.append, compile=compile, **options), ids)
+    np.testing.assert_array_equal(told, tokens)
+
+
+def test_streams_stay_apart(model):
+    """Two streams of one program do not meet, and between their tokens torch records gradients as before."""
+    stream = model.stream(SOURCE, 9)
+    other = model.stream(SOURCE[::-1].copy(), 9)
+    first = [next(stream), next(other), next(stream)]
+    ids = model.generate(SOURCE, 9)
+    np.testing.assert_array_equal(first[::2], ids.T[:2])
+    np.testing.assert_array_equal(np.stack([*first[::2], *stream], axis=1), ids)
+    if keras.config.backend() == "torch":
+        import torch
+
+        stream = model.stream(SOURCE, 9, compile=False)
+        next(stream)
+        assert torch.is_grad_enabled()
+
+
+def test_values_do_not_make_new_programs(model, monkeypatch):
+    """But for which arguments are in use, and for the shape of the stop sequences."""
+    options = {"temperature": 1.0, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 0}
+    options |= {"min_new_tokens": 1, "stop_sequences": [[5, 6]]}
+    first = model.generate(SOURCE, 12, **options)
+    calls, decode = [], model.decode
+    monkeypatch.setattr(model, "decode", lambda *args, **kwargs: calls.append(1) or decode(*args, **kwargs))
+    other = {"temperature": 9.0, "top_k": 20, "top_p": 0.99, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 9}
+    other |= {"min_new_tokens": 2, "stop_sequences": [[7, 6]]}
+    assert not np.array_equal(model.generate(SOURCE, 12, **other), first)
+    model.generate(SOURCE, 11, **other)
+    assert not calls
+    model.generate(SOURCE, 12, **{**other, "top_k": None})
+    assert calls
+
+
+def test_rows_of_a_batch_draw_alike_in_any_batch(model):
+    options = {"temperature": 1.0, "seed": 4}
+    ids = model.generate(SOURCE, 9, **options)
+    alone = model.generate(SOURCE[:1], 9, **options)
+    np.testing.assert_array_equal(alone[0], ids[0, : alone.shape[1]])
+    same = model.generate(SOURCE[[1, 1, 1]], 9, **options)
+    assert not np.array_equal(same[0], same[1])
+    np.testing.assert_array_equal(same[1], model.generate(SOURCE, 9, **options)[1, : same.shape[1]])
+    assert not np.array_equal(model.generate(SOURCE, 9, temperature=1.0, seed=5), ids)
+
+
+def test_without_a_seed_draws_follow_keras(model):
+    def generated():
+        keras.utils.set_random_seed(3)
+        return [model.generate(SOURCE, 9, temperature=2.0) for _ in range(2)]
+
+    first, second = generated()
+    again = generated()
+    np.testing.assert_array_equal(again[0], first)
+    np.testing.assert_array_equal(again[1], second)
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("num_beams", [2, 5])
+def test_caches_follow_the_beams(num_beams):
+    """The same search with the whole target run anew for each token has no cache that could be another beam's."""
+    model = randomize(toy(num_layers=1, tie_output=False), seed=4, scale=0.5)
+    call = jitted(lambda source, target: model({"source": source, "target": target}, training=False))
+
+    def step(tokens, position, made):
+        made = np.concatenate([made, tokens], axis=1)
+        target = np.pad(made, ((0, 0), (0, 9 - made.shape[1])))
+        source = np.repeat(SOURCE, num_beams, axis=0)
+        return numpy(call(ops.convert_to_tensor(source), ops.convert_to_tensor(target)))[:, position], made
+
+    rules = model.generation_request(SOURCE, 9).asking(num_beams=num_beams).rules
+    engine = Engine(step, lambda made, index: made[index])
+    begun = rules.begin(engine, np.zeros((3, 0), "int32"), np.full(3, model.start_id, "int32"), 9)
+    ids, _, (made, notes) = collect_tokens(stream_tokens(rules.advance(engine), *begun, range(9)))
+    found = model.generate(SOURCE, 9, num_beams=num_beams)
+    np.testing.assert_array_equal(found, rules.result(ids, notes))
+    assert (found != model.generate(SOURCE, 9)).any(axis=1).all(), "beams must find something else"
+
+
+def test_generate_and_stream_take_the_same_arguments():
+    generate, stream = (
+        inspect.signature(method).parameters for method in (GenerationMixin.generate, GenerationMixin.stream)
+    )
+    only_one = {"num_beams", "length_penalty", "on_tokens"}
+    assert list(stream.items()) == [item for item in generate.items() if item[0] not in only_one]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"top_p": 0.0}, "`top_p` must be in"),
+        ({"num_beams": 2, "on_tokens": print}, "`on_tokens` needs num_beams=1.*Received: num_beams=2"),
+        ({"on_tokens": 3}, "`on_tokens` must be callable. Received: on_tokens=3"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(model, monkeypatch, options, message):
+    monkeypatch.setattr(model, "encode", None)
+    with pytest.raises(ValueError, match=message):
+        model.generate(SOURCE, 9, **options)
+    with pytest.raises(ValueError, match="`top_k` must be"):
+        model.stream(SOURCE, 9, top_k=0)  # not only with its first token
+    with pytest.raises(TypeError, match="num_beams"):
+        model.stream(SOURCE, 9, num_beams=2)
+
+
+# Inputs
+
+
 def test_lengths(model):
     limited = toy(max_length=7, num_layers=1)
     assert limited.generate(SOURCE).shape[1] <= 7
@@ -345,21 +485,28 @@ def test_one_warning_without_a_compiler(monkeypatch):
 
 
 @pytest.mark.backends("torch")
-def test_the_device_is_seldom_waited_for(monkeypatch):
-    """A tensor's truth value is asked for once in eight tokens only, and nothing else leaves the device."""
-    import torch
+@pytest.mark.parametrize("options", [*OPTIONS, *BEAMS])
+def test_the_device_is_seldom_waited_for(model, options):
+    """Once in eight tokens it is asked whether all rows have ended; nothing else leaves the device, or comes to it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    model = toy(num_layers=1)
-    model.generate(SOURCE, max_new_tokens=24)
+    waiting = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "lift_fresh"}
     waits = []
-    for name in ("__bool__", "item", "__int__", "__index__", "__float__", "tolist"):
-        original = getattr(torch.Tensor, name)
 
-        def counted(tensor, *args, original=original, name=name):
-            waits.append(name)
-            return original(tensor, *args)
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.overloadpacket.__name__
+            moved = name == "_to_copy" and (kwargs or {}).get("device") is not None
+            waits.extend([name] * (moved or name in waiting))
+            return function(*args, **(kwargs or {}))
 
-        monkeypatch.setattr(torch.Tensor, name, counted)
-    ids = model.generate(SOURCE, max_new_tokens=24)
-    assert ids.shape == (3, 24)
-    assert len(waits) <= 4, waits
+    counts = []
+    for length in (8, 24):
+        options = {**options, "min_new_tokens": length}
+        model.generate(SOURCE, length, **options)  # records the step
+        waits.clear()
+        with Watch():
+            ids = model.generate(SOURCE, length, **options)
+        assert ids.shape[1] == length, "no row ends early"
+        counts.append(len(waits))
+    assert counts[1] - counts[0] == 2, waits

@@ -63,6 +63,27 @@ def test_streams_the_same_tokens(runner):
     np.testing.assert_array_equal(tokens, runner.generate(SOURCE, max_new_tokens=7))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0.9, "seed": 2**32 - 1, "top_k": 40, "top_p": 0.8, "min_p": 0.001, "repetition_penalty": 1.5},
+        {"min_new_tokens": 5, "stop_sequences": [[262, 3], [17]], "repetition_penalty": 1.2},
+        {"num_beams": 3},
+        {"num_beams": 4, "length_penalty": 0.5, "repetition_penalty": 1.3, "min_new_tokens": 3},
+    ],
+)
+def test_draws_and_searches_what_keras_does(exported, runner, options):
+    ids = runner.generate(SOURCE, 11, **options)
+    np.testing.assert_array_equal(ids, exported[0].generate(SOURCE, 11, **options))
+    assert ids.dtype == np.int32
+    if "num_beams" not in options:
+        told = []
+        np.testing.assert_array_equal(runner.generate(SOURCE, 11, on_tokens=told.append, **options), ids)
+        np.testing.assert_array_equal(np.stack(told, axis=1), ids)
+        np.testing.assert_array_equal(np.stack(list(runner.stream(SOURCE, 11, **options)), axis=1), ids)
+
+
 def test_default_length_and_limit(runner):
     assert runner.generate(SOURCE).shape[1] <= 19
     assert len(list(runner.stream([[3]], max_new_tokens=1))) == 1
@@ -74,6 +95,16 @@ def test_translates_text_in_any_batch(runner):
     assert len(results) == 4 and all(isinstance(text, str) for text in results)
     assert runner.translate(texts, max_new_tokens=6, batch_size=1) == results
     assert runner.translate([]) == []
+
+
+def test_a_text_draws_by_its_place_in_any_batch(runner):
+    texts = ["two", "one two", "two", "three"]
+    options = {"max_new_tokens": 6, "temperature": 1.0, "seed": 5}
+    results = runner.translate(texts, **options)
+    assert (
+        runner.translate(texts, batch_size=1, **options) == runner.translate(texts, batch_size=3, **options) == results
+    )
+    assert results[0] != results[2]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +119,9 @@ def test_translates_text_in_any_batch(runner):
         ([[5] * 20], {}, "max_length=19"),
         ([[5]], {"max_new_tokens": 20}, "max_length=19"),
         ([[5]], {"max_new_tokens": 0}, "at least 1"),
+        ([[5]], {"top_p": 2}, "`top_p`.*top_p=2"),
+        ([[5]], {"stop_sequences": [[263]]}, "from 0 to 262. Received: 263"),
+        ([[5]], {"compile": True}, "`compile` must be None.*compile=True"),
     ],
 )
 def test_bad_input(runner, source, options, message):
