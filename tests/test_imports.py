@@ -16,8 +16,8 @@ BACKEND_FILES = {
     "export/backends.py",
 }
 # Each part may import those before it.
-LAYERS = ("ops", "layers", "generation", "models", "export")
-EXTRAS = ("onnx", "onnx_ir", "onnxruntime", "tf2onnx", "tokenizers", "sacrebleu", "matplotlib")
+LAYERS = ("ops", "layers", "generation", "models", "pretrained", "export")
+EXTRAS = ("onnx", "onnx_ir", "onnxruntime", "tf2onnx", "tokenizers", "sacrebleu", "matplotlib", "safetensors")
 
 
 def sources():
@@ -124,7 +124,9 @@ def test_the_package_needs_its_backend_only(backend):
     modules = [
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         for path in sources()
-        if not path.is_relative_to(ROOT / "export") and path.name not in ("text.py", "plot.py")
+        if not path.is_relative_to(ROOT / "export")
+        and path.name not in ("text.py", "plot.py")
+        and path.parent.name != "pretrained"
     ]
     assert len(modules) > 10
     others = [name for name in BACKENDS if name != backend]
@@ -159,3 +161,18 @@ except ImportError as error:
     print(error)
 """
     assert "pip install keras-transformer-onnx[text]" in run(code, block=["tokenizers"])
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize(
+    "module",
+    ["layers", "layers.blocks", "losses", "metrics", "ops", "generation.backends", "models", "export.exporter"],
+)
+def test_any_module_can_be_the_first_that_is_imported(module):
+    """And whichever it is, all that a saved model may name is known once Keras is."""
+    run(
+        f"import keras_transformer.{module}, keras, sys\n"
+        "known = {name for name in keras.saving.get_custom_objects() if name.startswith('keras_transformer>')}\n"
+        "assert known >= {'keras_transformer>Transformer', 'keras_transformer>Perplexity'}, known\n"
+        "assert not any(getattr(finder, '__name__', '') == '_Finder' for finder in sys.meta_path)"
+    )
