@@ -16,7 +16,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 COLUMNS = {"fit": "fit", "generate": "generate", "save_and_load": "save, load", "onnx": "ONNX verified"}
 HEADER = """# What works where
 
-Made by `python -m tests.coverage` from what `tests/test_coverage.py` did on each backend: one step of `model.fit` or two;
+Made by `python -m tests.coverage` from what `tests/test_coverage.py` did on each backend: two epochs of `model.fit`;
 `generate`, compiled and step by step alike; `.keras` saved and loaded; `export_onnx` with its verification in ONNX
 Runtime. "TF, JAX, torch" means that it passed on all three. A row stands for all its cases in `tests/test_layers.py`.
 
