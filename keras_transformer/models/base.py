@@ -83,6 +83,8 @@ class BaseModel(keras.Model):
                 for dense in (layer.query_dense, layer.value_dense):
                     dense.trainable = True
                     dense.enable_lora(rank, lora_alpha=alpha)
+                    if dense.bias is not None:
+                        dense.bias.trainable = False
 
 
 @contextlib.contextmanager
