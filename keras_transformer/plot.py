@@ -1,4 +1,4 @@
-"""Pictures: training curves and attention heat maps, drawn with matplotlib and without its global state."""
+"""Pictures: training curves, attention and positions as heat maps, drawn with matplotlib and without its global state."""
 
 from __future__ import annotations
 
@@ -80,6 +80,32 @@ def plot_attention(
         label.set_parse_math(False)
     axes.set_title(title, parse_math=False)
     figure.colorbar(image, label="attention weight")
+    return _saved(figure, path)
+
+
+def plot_position_encoding(encoding: Any, path: str | os.PathLike[str] | None = None):
+    """A heat map of what stands for each position (down), by its columns (across).
+
+    Args:
+        encoding: (T, D), or (1, T, D) as `ops.sinusoidal_encoding` gives it; a learned table will do as well.
+        path: where to save the picture; the name's ending says in which format.
+
+    Returns:
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        ValueError: another shape.
+    """
+    encoding = np.asarray(encoding)
+    if encoding.ndim == 3 and encoding.shape[0] == 1:
+        encoding = encoding[0]
+    if encoding.ndim != 2:
+        raise ValueError(f"`encoding` must have the shape (T, D) or (1, T, D). Received: shape {encoding.shape}")
+    figure, axes = _figure(6, 4)
+    largest = np.abs(encoding).max()
+    image = axes.imshow(encoding, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto", interpolation="nearest")
+    axes.set(xlabel="column", ylabel="position")
+    figure.colorbar(image, label="value")
     return _saved(figure, path)
 
 

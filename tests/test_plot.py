@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from keras_transformer import plot
+from keras_transformer.ops import sinusoidal_table
 
 PNG = b"\x89PNG"
 
@@ -33,6 +34,16 @@ def test_attention(tmp_path):
     assert len(plot.plot_attention(weights[0], keys, queries).axes) == 2
     with pytest.raises(ValueError, match=r"weights.shape=\(5, 2\)"):
         plot.plot_attention(weights[0].T, keys, queries)
+
+
+def test_position_encoding(tmp_path):
+    table = sinusoidal_table(11, 6)
+    for encoding in (table, table[None]):
+        figure = plot.plot_position_encoding(encoding, tmp_path / "positions.png")
+        np.testing.assert_array_equal(figure.axes[0].images[0].get_array(), table)
+    assert (tmp_path / "positions.png").read_bytes().startswith(PNG)
+    with pytest.raises(ValueError, match=r"\(T, D\) or \(1, T, D\). Received: shape \(6,\)"):
+        plot.plot_position_encoding(table[0])
 
 
 def test_no_global_state():
