@@ -1,4 +1,4 @@
-"""Pictures: training curves, attention and positions as heat maps, drawn with matplotlib and without its global state."""
+"""Pictures: training curves, attention and position encodings, drawn with matplotlib and without its global state."""
 
 from __future__ import annotations
 

@@ -260,9 +260,10 @@ def _cleaned(graph, first_state):
         node.replace_all_uses_with(node.args[0])  # a constant is copied in case it is written to: none is
     graph = CSEPass()(graph).graph_module
     state = graph.graph.find_nodes(op="placeholder")[first_state:]
-    for node in graph.graph.find_nodes(op="call_function", target=aten.index_copy.default):
-        if node.args[0] in state and len(node.args[0].users) == 1:
-            node.target = aten.index_copy_.default
+    for target, in_place in ((aten.index_copy, aten.index_copy_), (aten.index_put, aten.index_put_)):
+        for node in graph.graph.find_nodes(op="call_function", target=target.default):
+            if node.args[0] in state and len(node.args[0].users) == 1:
+                node.target = in_place.default
     graph.recompile()
     return graph
 

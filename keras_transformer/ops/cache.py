@@ -90,9 +90,10 @@ def _write(old, new, start):
     new = ops.cast(new, old.dtype)
     if start is None:
         return ops.concatenate([old, new], axis=1)
+    if keras.config.backend() == "torch":
+        start = start if isinstance(start, int) else ops.convert_to_tensor(start)
+        return write_slots(ops.convert_to_tensor(old), new, start)
     if len(getattr(start, "shape", ())) == 0:
-        if keras.config.backend() == "torch":
-            return write_slots(ops.convert_to_tensor(old), new, start)
         return ops.slice_update(old, (0, start, 0, 0), new)
     batch, length = ops.shape(new)[:2]
     slots = ops.expand_dims(ops.cast(start, "int32"), 1) + ops.arange(length, dtype="int32")

@@ -29,11 +29,14 @@ def fused_attention(query: Any, key: Any, value: Any, mask: Any, causal: bool, s
 
 
 def write_slots(cache: Any, new: Any, start: Any) -> Any:
-    """`cache` (B, S, K, H) with `new` (B, T, K, H) in the slots from `start`, one integer or a tensor of one.
+    """`cache` (B, S, K, H) with `new` (B, T, K, H) in the slots from `start`: one integer, or one a row (B,).
 
-    Not `keras.ops.slice_update`, which makes an index for each number that it writes.
+    Not `keras.ops.slice_update` and `scatter_update`, which make an index for each number, or row, that they write.
     """
     import torch
 
-    slots = torch.arange(new.shape[1], device=cache.device) + start
-    return cache.index_copy(1, slots, new)
+    steps = torch.arange(new.shape[1], device=cache.device)
+    if len(getattr(start, "shape", ())) == 0:
+        return cache.index_copy(1, steps + start, new)
+    rows = torch.arange(new.shape[0], device=cache.device)
+    return cache.index_put((rows[:, None], start[:, None] + steps), new)
