@@ -9,11 +9,15 @@ from keras import ops
 from keras.src import backend as keras_backend
 
 from keras_transformer.ops._operation import run
+from keras_transformer.ops.blockwise import blockwise_attention
 from keras_transformer.ops.torch_kernels import fused_attention
 
 # Finite, so that a row with every key masked gives a finite softmax (and gradient) before it is set to 0. Scores are
 # at least float32 where it is used, and exp(-1e30 - score) is 0 for every score that attention can produce.
 _MASKED_SCORE = -1e30
+
+# As many scores for one row of the batch as this are computed in blocks: 64 MiB of them, 4 heads of length 2048.
+BLOCKWISE_FROM = 2**24
 
 
 def attention(
@@ -30,6 +34,8 @@ def attention(
     """Scaled dot-product attention: `softmax(scale · query keyᵀ) value` ("Attention Is All You Need", eq. 1).
 
     A query that may attend to no key gives 0, with finite gradients. The softmax is computed in float32 at least.
+    Without dropout and weights to return, long sequences take memory that grows linearly with their length: by a kernel
+    of the backend's, or by blocks.
 
     Args:
         query: (B, T, N, H).
@@ -97,10 +103,13 @@ class Attention(keras.Operation):
             mask = ops.convert_to_tensor(mask)
             if len(mask.shape) == 3:
                 mask = ops.expand_dims(mask, 1)
-            if causal:
-                mask = ops.logical_and(mask, _causal(query))
-        one_width = query.shape[-1] == value.shape[-1]
-        if not dropout and not return_weights and one_width and _backend_has_fused_kernel(dtype):
+        fused = query.shape[-1] == value.shape[-1] and _backend_has_fused_kernel(dtype)
+        output_alone = not dropout and not return_weights
+        if output_alone and not fused and _in_blocks(query, key):
+            return blockwise_attention(query, key, value, mask, causal, scale)
+        if causal and mask is not None:
+            mask = ops.logical_and(mask, _causal(query))
+        if output_alone and fused:
             output, weights = _fused(query, key, value, mask, causal, scale), None
         else:
             output, weights = _plain(query, key, value, mask, causal, scale, dropout, seed)
@@ -219,6 +228,17 @@ def _backend_has_fused_kernel(dtype):
         return half and any(device.startswith("gpu") for device in keras.distribution.list_devices())
     # TensorFlow's version is an einsum, and takes no single key head.
     return backend == "torch"
+
+
+def _in_blocks(query, key):
+    """Whether to compute in blocks; the batch plays no part, so that a row gives the same in any company.
+
+    Not on torch, where values of another width than the queries' are all that has no kernel, and where a gradient of
+    Keras' kind breaks the graph of `torch.compile`.
+    """
+    length, slots = query.shape[1], key.shape[1]
+    known = length is not None and slots is not None
+    return known and query.shape[2] * length * slots >= BLOCKWISE_FROM and keras.config.backend() != "torch"
 
 
 def _causal(query):
