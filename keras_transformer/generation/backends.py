@@ -59,10 +59,10 @@ class Generator:
 
     def _loop(self, request):
         """The tokens of a compiled loop, how many columns of them were made, and the last notes."""
-        inputs, start, settings, slots, key = self._prepared(request)
+        inputs, start, settings, slots, kind, key = self._prepared(request)
 
         def run(inputs, start, settings, length):
-            rules = dataclasses.replace(request.rules, settings=settings)
+            rules = dataclasses.replace(kind, settings=settings)
             begun = rules.begin(self._engine, self._model.start_generation(inputs, slots), start, slots)
             ids, count, (_, notes) = loop_tokens(rules.advance(self._engine), *begun, length, slots)
             return ids, count, notes
@@ -72,14 +72,14 @@ class Generator:
 
     def _steps(self, request, compile, check_every):
         """An iterator as `stream_tokens` gives it, and the function that finds the notes in its states."""
-        inputs, start, settings, slots, key = self._prepared(request)
+        inputs, start, settings, slots, kind, key = self._prepared(request)
 
         def begin(inputs, start, settings):
-            rules = dataclasses.replace(request.rules, settings=settings)
+            rules = dataclasses.replace(kind, settings=settings)
             return rules.begin(self._engine, self._model.start_generation(inputs, slots), start, slots)
 
         def advance(tokens, position, finished, state, settings):
-            rules = dataclasses.replace(request.rules, settings=settings)
+            rules = dataclasses.replace(kind, settings=settings)
             return rules.advance(self._engine)(tokens, position, finished, state)
 
         is_torch = keras.config.backend() == "torch"
@@ -108,7 +108,7 @@ class Generator:
         return stream_tokens(step, tokens, finished, state, positions, ops, check_every), lambda state: state[1]
 
     def _prepared(self, request):
-        """Inputs, first tokens and settings as tensors, the number of slots, and what a program for them is kept by."""
+        """Inputs, first tokens and settings as tensors, slots, rules without settings, and a program's key for these."""
         if hasattr(self._model, "jax_state_sync"):
             # Inside fit the newest weights are in JAX's training loop until they are asked for.
             self._model.jax_state_sync()
@@ -120,9 +120,9 @@ class Generator:
         inputs = {name: _padded(array, request.limit, request.rules.pad_id) for name, array in request.inputs.items()}
         settings = dict(request.rules.settings)
         shapes = [(name, array.shape) for part in (inputs, settings) for name, array in sorted(part.items())]
-        key = tuple(shapes), slots, dataclasses.replace(request.rules, settings=())
+        kind = dataclasses.replace(request.rules, settings=())
         inputs, start, settings = tree.map_structure(ops.convert_to_tensor, (inputs, request.start, settings))
-        return inputs, start, settings, slots, key
+        return inputs, start, settings, slots, kind, (tuple(shapes), slots, kind)
 
     def _program(self, key, make):
         if key not in self._programs:
