@@ -108,7 +108,7 @@ class Generator:
         return stream_tokens(step, tokens, finished, state, positions, ops, check_every), lambda state: state[1]
 
     def _prepared(self, request):
-        """Inputs, first tokens and settings as tensors, slots, rules without settings, and a program's key for these."""
+        """Inputs, first tokens and settings as tensors, slots, rules without settings, and the key of a program."""
         if hasattr(self._model, "jax_state_sync"):
             # Inside fit the newest weights are in JAX's training loop until they are asked for.
             self._model.jax_state_sync()
