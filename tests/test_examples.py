@@ -46,7 +46,7 @@ def run(examples, backend, tmp_path):
 def test_digits_are_read(run, tmp_path):
     pytest.importorskip("sklearn")
     tiny = ("--num-layers", "1", "--d-model", "16")
-    status, figures = run("digits", *tiny, "--epochs", "2", "--learning-rate", "1e-2")
+    status, figures = run("digits", *tiny, "--epochs", "1", "--learning-rate", "1e-2")
     # Ten classes of equal size: guessing gives 0.1. 0.6 was passed by a wide margin on every backend.
     assert status == 0 and figures["Keras"] > 0.6
     assert figures["Keras"] == figures["ONNX Runtime"]
@@ -57,8 +57,9 @@ def test_digits_are_moved_by_a_pixel(examples):
     image = np.zeros((1, 8, 8, 1), "float32")
     image[0, 0, 3] = 1  # in the top row: moved up it is gone
     images, labels = examples["digits"].with_moved(image, np.array([7]))
-    assert [np.argwhere(moved)[:, :2].tolist() for moved in images] == [[[0, 3]], [[1, 3]], [], [[0, 4]], [[0, 2]]]
-    assert labels.tolist() == [7] * 5
+    places = sorted(np.argwhere(moved)[0, :2].tolist() for moved in images if moved.any())
+    assert places == [[y, x] for y in (0, 1) for x in (2, 3, 4)]
+    assert images.shape == (9, 8, 8, 1) and labels.tolist() == [7] * 9
 
 
 def test_the_held_out_fifth_of_the_digits_is_not_trained_on(examples):
@@ -81,7 +82,7 @@ def small_folder(tmp_path):
         "model_type": "bert",
         "vocab_size": len(words),
         "hidden_size": 8,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "intermediate_size": 12,
         "hidden_act": "gelu",
@@ -89,6 +90,8 @@ def small_folder(tmp_path):
         "type_vocab_size": 2,
         "layer_norm_eps": 1e-12,
         "pad_token_id": 0,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "1_Pooling/config.json").write_text(
@@ -154,12 +157,12 @@ def test_sentences_are_sorted_by_low_rank_weights_alone(run, small_folder, tmp_p
     # Two held-out sentences; the class is one word, which vectors drawn at random tell apart.
     assert status == 0 and figures == {"Keras": 1.0, "ONNX Runtime": 1.0}
 
-    # Two matrices of rank 3 for query and value in each of 2 layers, and the new layer.
-    assert f"{2 * 2 * 2 * 8 * 3 + 8 * 2 + 2} of" in capsys.readouterr().out
+    # Two matrices of rank 3 for query and for value, and the new layer.
+    assert f"{2 * 2 * 8 * 3 + 8 * 2 + 2} of" in capsys.readouterr().out
     ((model, before),) = made
     changed = {path for path, value in values(model).items() if not np.array_equal(value, before[path])}
     trained = {weight.path for weight in model.trainable_weights}
-    assert len(trained) == 10 and all("lora" in path or "output" in path for path in trained)
+    assert len(trained) == 6 and all("lora" in path or "output" in path for path in trained)
     assert changed == trained
 
     # Without Keras: the directory is all that is needed.
