@@ -16,6 +16,7 @@ from keras_transformer.layers import (
     FeedForward,
     LearnedPositionalEncoding,
     MultiHeadSelfAttention,
+    SelfAttention,
     SinusoidalPositionalEncoding,
     TokenEmbedding,
     TransformerDecoder,
@@ -47,7 +48,7 @@ PADDING, MEMORY_PADDING = IDS != 0, MEMORY_IDS != 0
 
 TRANSFORMER = {"source_vocabulary_size": 17, "target_vocabulary_size": 19, "d_model": D, "num_layers": 1}
 # What every public class with weights is made with, where it has no default.
-REQUIRED = {"num_heads": N, "d_ff": F, "num_layers": 1, "vocabulary_size": V, "d_model": D, "num_classes": 3}
+REQUIRED = {"num_heads": N, "d_k": 4, "d_ff": F, "num_layers": 1, "vocabulary_size": V, "d_model": D, "num_classes": 3}
 VISION = {"image_size": (6, 4), "patch_size": 2, "channels": 2}
 IMAGES = RNG.normal(size=(B, 6, 4, 2)).astype("float32")
 
@@ -155,6 +156,7 @@ _MODEL = {
 ARGUMENTS = {
     MultiHeadSelfAttention: {**_ATTENTION, "causal": True, "sliding_window": 2},
     CrossAttention: _ATTENTION,
+    SelfAttention: {"d_k": 5, "d_v": 3, "causal": True, "use_bias": True, "kernel_initializer": "he_normal"},
     FeedForward: {
         "d_ff": 7,
         "activation": "gelu",
@@ -326,8 +328,8 @@ def observe(cls, arguments, way):
     seen = [numpy(weight.value) for weight in instance.weights]
     randomize(instance)
     call = instance if issubclass(cls, keras.Model) else lambda given, **kwargs: instance(**given, **kwargs)
-    output = call(inputs)
-    seen += [numpy(output), None if (mask := implicit_mask(output)) is None else numpy(mask)]
+    outputs = keras.tree.flatten(call(inputs))
+    seen += [*numpy(outputs), None if (mask := implicit_mask(outputs[0])) is None else numpy(mask)]
     if way == "training":
         keras.utils.set_random_seed(12)
         seen.append(numpy(call(inputs, training=True)))

@@ -87,6 +87,12 @@ LAYERS = {
     "self-attention, weights": Case(layers.MultiHeadSelfAttention, SELF_ATTENTION, X, WEIGHTS, OWN),
     "cross-attention": Case(layers.CrossAttention, ATTENTION, WITH_MEMORY, masks={"x": None, "memory": "padding_mask"}),
     "cross-attention, weights": Case(layers.CrossAttention, ATTENTION, WITH_MEMORY, WEIGHTS, carries=None),
+    "single-head attention": Case(
+        layers.SelfAttention,
+        {"d_k": 7, "d_v": 3, "causal": True, "use_bias": True, "kernel_initializer": "he_normal"},
+        X,
+        masks=OWN,
+    ),
     "feed-forward": Case(
         layers.FeedForward,
         {"d_ff": 11, "activation": "gelu", "gated": True, "use_bias": False, "kernel_initializer": "he_normal"},

@@ -9,6 +9,7 @@ from keras_transformer.layers.embedding import (
 )
 from keras_transformer.layers.feed_forward import FeedForward
 from keras_transformer.layers.masks import CausalMask
+from keras_transformer.layers.self_attention import SelfAttention
 from keras_transformer.layers.stacks import TransformerDecoder, TransformerEncoder
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "FeedForward",
     "LearnedPositionalEncoding",
     "MultiHeadSelfAttention",
+    "SelfAttention",
     "SinusoidalPositionalEncoding",
     "TokenEmbedding",
     "TransformerDecoder",
