@@ -55,9 +55,9 @@ format: $(VENV)/.installed-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# One process a backend, two at a time; all of them run, and a failure of any decides the exit status.
+# One process a backend, side by side; all of them run, and a failure of any decides the exit status.
 test: lint
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(BACKENDS:%=test-%)
+	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target $(BACKENDS:%=test-%)
 
 $(BACKENDS:%=test-%): test-%: $(VENV)/.installed-tests
 	KERAS_BACKEND=$* $(BIN)/python -m pytest -q -p no:cacheprovider
