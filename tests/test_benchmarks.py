@@ -69,5 +69,27 @@ def test_latency(load, capsys):
     assert len(rows) >= 2 * 2 * 2 and all(ratio > 0 for row in rows for ratio in row)
 
 
+@pytest.fixture
+def attention_memory(load, monkeypatch):
+    """The benchmark, and attention as it was once the test is over."""
+    benchmark = load("attention_memory", "--length", "6", "--width", "8", "--no-jit", "--times", "--rounds", "1")
+    for name in ("BLOCKWISE_FROM", "_backend_has_fused_kernel"):
+        monkeypatch.setattr(benchmark.operation, name, getattr(benchmark.operation, name))
+    return benchmark
+
+
+@pytest.mark.parametrize("variant", ["without", "attention", "plain"])
+def test_memory_of_attention(attention_memory, variant):
+    """In this process, whose peak says nothing; the script starts one for each variant."""
+    assert attention_memory.peak(variant, attention_memory.arguments()) > 0
+
+
+def test_times_of_attention(attention_memory, capsys, monkeypatch):
+    monkeypatch.setattr(attention_memory.operation, "BLOCKWISE_FROM", 4 * 3 * 3)
+    attention_memory.main()
+    rows = ratios(capsys.readouterr().out, 2)
+    assert len(rows) == 2 * 2 and all(ratio > 0 for row in rows for ratio in row)
+
+
 def has(module):
     return importlib.util.find_spec(module) is not None

@@ -43,13 +43,6 @@ def _attend(query, key, value, mask, first, scale):
     rows = -(-length // -(-num_heads * length * slots // BLOCK_SCORES))
     blocks = -(-length // rows)
     exact = keras.backend.result_type(query.dtype, "float32")
-    scale = head_dim**-0.5 if scale is None else scale
-
-    def masks_of(mask):
-        """(B|1, N|1, T|1, S) → (blocks, B|1, K|1, N/K|1, rows, S); one row for all: (1, B|1, K|1, N/K|1, 1, S)."""
-        heads = (1, 1) if mask.shape[1] == 1 else (num_kv_heads, groups)
-        mask = ops.reshape(mask, (-1, *heads, *mask.shape[2:]))
-        return mask[None] if mask.shape[3] == 1 else _cut(mask, 3, blocks, rows)
 
     def to_blocks(x):
         """(B, T, N, H) → (blocks, B, K, N/K · rows, H); the query heads of a key head are rows of one product."""
@@ -63,7 +56,13 @@ def _attend(query, key, value, mask, first, scale):
         x = ops.transpose(x, (1, 0, 4, 2, 3, 5))
         return ops.reshape(x, (-1, blocks * rows, num_heads, x.shape[-1]))[:, :length]
 
-    def masked(scores, block, masks):
+    def masks_of(mask):
+        """(B|1, N|1, T|1, S) → (blocks, B|1, K|1, N/K|1, rows, S); one row for all: (1, B|1, K|1, N/K|1, 1, S)."""
+        heads = (1, 1) if mask.shape[1] == 1 else (num_kv_heads, groups)
+        mask = ops.reshape(mask, (-1, *heads, *mask.shape[2:]))
+        return mask[None] if mask.shape[3] == 1 else _cut(mask, 3, blocks, rows)
+
+    def masked(scores, block, masks=None):
         """Scores (B, K, N/K · rows, S) with those that do not count replaced."""
         allowed = None if masks is None else masks[0 if masks.shape[0] == 1 else block]
         if first is not None:
@@ -75,13 +74,9 @@ def _attend(query, key, value, mask, first, scale):
         return ops.reshape(ops.where(allowed, by_head, ops.cast(_MASKED_SCORE, exact)), ops.shape(scores))
 
     @ops.custom_gradient
-    def attend(query, key, value, *mask):
-        masks = masks_of(*mask) if mask else None
-        queries = to_blocks(query) * scale
-        keys, values = (ops.transpose(ops.cast(x, exact), (0, 2, 1, 3)) for x in (key, value))
-
+    def attend(queries, keys, values, *masks):
         def scores_of(block):
-            return masked(ops.einsum("bkqh,bksh->bkqs", queries[block], keys), block, masks)
+            return masked(ops.einsum("bkqh,bksh->bkqs", queries[block], keys), block, *masks)
 
         def forward(block, results):
             outputs, logsumexps = results
@@ -94,10 +89,10 @@ def _attend(query, key, value, mask, first, scale):
             return outputs, _put(logsumexps, block, largest + ops.log(total))
 
         one = ops.zeros_like(queries[..., :1])
-        outputs, logsumexps = ops.fori_loop(0, blocks, forward, (ops.repeat(one, value.shape[-1], axis=-1), one))
+        outputs, logsumexps = ops.fori_loop(0, blocks, forward, (ops.repeat(one, values.shape[-1], axis=-1), one))
 
         def gradient(*args, upstream=None):
-            upstream = to_blocks(args[0] if upstream is None else upstream)
+            upstream = args[0] if upstream is None else upstream
             deltas = ops.sum(upstream * outputs, axis=-1, keepdims=True)
 
             def backward(block, results):
@@ -111,14 +106,15 @@ def _attend(query, key, value, mask, first, scale):
                 )
 
             zeros = tuple(ops.zeros_like(x) for x in (queries, keys, values))
-            of_queries, of_keys, of_values = ops.fori_loop(0, blocks, backward, zeros)
-            found = from_blocks(of_queries) * scale, *(ops.transpose(x, (0, 2, 1, 3)) for x in (of_keys, of_values))
-            return *(ops.cast(x, query.dtype) for x in found), *(None for _ in mask)
+            return *ops.fori_loop(0, blocks, backward, zeros), *(None for _ in masks)
 
-        return ops.cast(from_blocks(outputs), query.dtype), gradient
+        return outputs, gradient
 
-    # The mask is an argument: JAX takes nothing traced from around such a function.
-    return attend(query, key, value, *(() if mask is None else (mask,)))
+    queries = to_blocks(query) * (head_dim**-0.5 if scale is None else scale)
+    keys, values = (ops.transpose(ops.cast(x, exact), (0, 2, 1, 3)) for x in (key, value))
+    # Masks are arguments: JAX takes nothing traced from around such a function.
+    outputs = attend(queries, keys, values, *([] if mask is None else [masks_of(mask)]))
+    return ops.cast(from_blocks(outputs), query.dtype)
 
 
 def _cut(x, axis, blocks, rows):
