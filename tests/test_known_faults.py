@@ -420,7 +420,7 @@ class TestPrecedence:
         embedding = randomize(built(TokenEmbedding(V, D), (None, None)))
         itself = [cls(**base_of(cls)) for cls in with_call_argument("padding_mask") if cls is not CrossAttention]
         cross, decoders = CrossAttention(N), [cls(**base_of(cls)) for cls in with_call_argument("memory_padding_mask")]
-        assert len(itself) == 5 and len(decoders) == 2
+        assert len(itself) == 6 and len(decoders) == 2
 
         def function(ids, everything, other, plain=False, masks=None):
             x = embedding(ids)
