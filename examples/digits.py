@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Command line to options."""
     parser = options_parser(__doc__)
-    parser.add_argument("--epochs", type=int, default=8, help="(%(default)s)")
+    parser.add_argument("--epochs", type=int, default=10, help="(%(default)s)")
     parser.add_argument("--num-layers", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--d-model", type=int, default=64, help="width (%(default)s)")
+    parser.add_argument("--d-model", type=int, default=96, help="width (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="the highest (%(default)s)")
     return parser.parse_args(arguments)
@@ -84,7 +84,7 @@ def make_model(options: argparse.Namespace, steps: int):
     model = VisionTransformer(
         num_classes=10,
         image_size=8,
-        patch_size=2,
+        patch_size=4,
         channels=1,
         num_layers=options.num_layers,
         d_model=options.d_model,
