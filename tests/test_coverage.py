@@ -4,6 +4,7 @@
 """
 
 import inspect
+import os
 import pathlib
 import re
 
@@ -17,6 +18,9 @@ from keras_transformer.generation.mixin import GenerationMixin
 from tests.checks import numpy
 from tests.test_layers import LAYERS, MODELS
 
+# A suite that runs on all backends has the shared checks of each there: this file costs minutes, and runs on the
+# quickest, but for whoever makes the page.
+pytestmark = [] if "COVERAGE" in os.environ else [pytest.mark.backends("torch")]
 CASES = {**LAYERS, **MODELS}
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "coverage.md"
 
