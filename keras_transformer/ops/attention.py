@@ -237,7 +237,8 @@ def _in_blocks(query, key):
     Keras' kind breaks the graph of `torch.compile`.
     """
     length, slots = query.shape[1], key.shape[1]
-    known = length is not None and slots is not None
+    # JAX's symbolic sizes are no integers.
+    known = isinstance(length, int) and isinstance(slots, int)
     return known and query.shape[2] * length * slots >= BLOCKWISE_FROM and keras.config.backend() != "torch"
 
 

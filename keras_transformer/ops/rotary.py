@@ -122,9 +122,10 @@ class Rotate(keras.Operation):
         """See `rotate`."""
         _check(x, encoding)
         half = encoding.shape[-1] // 2
-        encoding = ops.expand_dims(encoding, 2)
-        cosine, sine = encoding[..., :half], encoding[..., half:]
         exact = ops.cast(x, keras.backend.result_type(x.dtype, "float32"))
+        # A layer of half precision casts whatever it is given.
+        encoding = ops.expand_dims(ops.cast(encoding, exact.dtype), 2)
+        cosine, sine = encoding[..., :half], encoding[..., half:]
         first, second = exact[..., :half], exact[..., half : 2 * half]
         turned = [first * cosine - second * sine, second * cosine + first * sine]
         return ops.cast(ops.concatenate([*turned, exact[..., 2 * half :]], axis=-1), x.dtype)
