@@ -12,6 +12,10 @@ FOLDER = pathlib.Path(__file__).parents[1] / "examples"
 NAMES = ("digits", "classify", "write")
 
 
+# They are tried in full on each backend by hand; the suite runs them on the quickest.
+pytestmark = pytest.mark.backends("torch")
+
+
 @pytest.fixture(scope="module")
 def examples():
     """The scripts' modules by name, with their directory on the path, as it is for a script that is run."""

@@ -159,6 +159,7 @@ def test_the_two_gelus():
         activation_of("gelu_twice")
 
 
+@pytest.mark.backends("torch")  # numbers of parameters are the same everywhere
 class TestPresets:
     # Parameters of the published models: without BERT's pooler (768 · 769) and ViT's (none).
     @pytest.mark.parametrize(
