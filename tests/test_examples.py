@@ -12,7 +12,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "examples"
 NAMES = ("digits", "classify", "write")
 
 
-# They are tried in full on each backend by hand; the suite runs them on the quickest.
+# They cost minutes on the other backends: the suite runs them on the quickest.
 pytestmark = pytest.mark.backends("torch")
 
 
