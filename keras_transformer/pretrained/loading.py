@@ -10,7 +10,22 @@ import keras
 import numpy as np
 
 from keras_transformer.pretrained.checkpoint import Checkpoint
-from keras_transformer.pretrained.families import FAMILIES, Part
+from keras_transformer.pretrained.decoders import bart, gpt2, llama, marian
+from keras_transformer.pretrained.encoders import bert, distilbert, roberta, vit
+from keras_transformer.pretrained.parts import Part
+
+# By `model_type`: a function from a `Checkpoint` and arguments to the model, its parts, and the names to be ignored.
+FAMILIES = {
+    "bart": bart,
+    "bert": bert,
+    "distilbert": distilbert,
+    "gpt2": gpt2,
+    "llama": llama,
+    "marian": marian,
+    "mistral": llama,
+    "roberta": roberta,
+    "vit": vit,
+}
 
 
 def load(directory: str | os.PathLike, dtype: Any = None, **arguments: Any) -> keras.Model:
