@@ -7,9 +7,16 @@ import random
 from typing import Any
 
 import keras
+from keras import ops
 
-from keras_transformer._validation import positive_integers
-from keras_transformer.layers import CrossAttention, MultiHeadSelfAttention
+from keras_transformer._validation import check_length, positive_integers
+from keras_transformer.layers import (
+    CrossAttention,
+    LearnedPositionalEncoding,
+    MultiHeadSelfAttention,
+    SinusoidalPositionalEncoding,
+)
+from keras_transformer.ops import positions as token_positions
 
 
 class BaseModel(keras.Model):
@@ -17,9 +24,11 @@ class BaseModel(keras.Model):
 
     Attributes:
         presets: arguments by the name of a published configuration.
+        max_length: the longest text; None for no limit.
     """
 
     presets: dict[str, dict[str, Any]] = {}
+    max_length: int | None = None
 
     @classmethod
     def from_preset(cls, name: str, **arguments: Any) -> BaseModel:
@@ -85,6 +94,60 @@ class BaseModel(keras.Model):
                     dense.enable_lora(rank, lora_alpha=alpha)
                     if dense.bias is not None:
                         dense.bias.trainable = False
+
+    def _check_length(self, length, name="length"):
+        """Raises ValueError on a length, if it is known, above `max_length`."""
+        if self.max_length is not None and length is not None:
+            check_length(length, self.max_length, name)
+
+    def _as_ids(self, inputs):
+        """Ids by name, each (B, T), as int32.
+
+        Cast, not refused, as Keras' own Embedding does: Keras builds a loaded model by calling it on floats.
+        """
+        for name, ids in inputs.items():
+            if len(ids.shape) != 2:
+                raise ValueError(
+                    f"`{name}` must be ids of shape (batch, length). Received: {name}.shape={tuple(ids.shape)}"
+                )
+        return {name: ops.cast(ids, "int32") for name, ids in inputs.items()}
+
+
+def check_positions(position_encoding: str | None, allowed: tuple[str | None, ...], max_length: int | None) -> None:
+    """Raises ValueError unless the encoding is one of `allowed`, and has the table's length if it needs one."""
+    if max_length is not None:
+        positive_integers(max_length=max_length)
+    if position_encoding not in allowed:
+        raise ValueError(
+            f"`position_encoding` must be one of {allowed}. Received: position_encoding={position_encoding!r}"
+        )
+    if position_encoding == "learned" and max_length is None:
+        raise ValueError("`position_encoding='learned'` needs a `max_length`. Received: max_length=None")
+
+
+def position_layer(position_encoding: str | None, max_length: int | None, **kwargs: Any) -> keras.Layer | None:
+    """The layer that adds what stands for positions; None where nothing is added to the embeddings."""
+    if position_encoding == "learned":
+        return LearnedPositionalEncoding(max_length, **kwargs)
+    if position_encoding in ("sinusoidal", "sinusoidal_halves"):
+        return SinusoidalPositionalEncoding(interleaved=position_encoding == "sinusoidal", **kwargs)
+    return None
+
+
+def positions_of(length: Any, cache: Any, start: Any, positions: Any, attention_mask: Any) -> Any:
+    """The positions of ids that are decoded: those that are given, or `start …` in a cache that is a buffer.
+
+    Raises:
+        ValueError: a cache that grows (no `start`) without positions or mask of its own, or `start` without a cache.
+    """
+    if cache is None and start is not None:
+        raise ValueError("`start` needs a `cache` to write to. Received: cache=None")
+    if cache is not None and start is None and (attention_mask is None or positions is None):
+        raise ValueError(
+            "A growing `cache` (no `start`) needs `attention_mask` and `positions`. Received: "
+            f"attention_mask={attention_mask}, positions={positions}"
+        )
+    return token_positions(length, start) if positions is None and start is not None else positions
 
 
 @contextlib.contextmanager

@@ -8,28 +8,28 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_transformer._validation import check_ids, check_length, positive_integers, rates
+from keras_transformer._validation import check_ids, positive_integers, rates
 from keras_transformer.generation.backends import Generator
 from keras_transformer.generation.mixin import GenerationMixin
 from keras_transformer.generation.prompts import prompt_request
 from keras_transformer.generation.request import Request
 from keras_transformer.generation.rules import Rules
-from keras_transformer.layers import (
-    LearnedPositionalEncoding,
-    SinusoidalPositionalEncoding,
-    TokenEmbedding,
-    TransformerDecoder,
-)
-from keras_transformer.layers.attention import cached_mask
+from keras_transformer.layers import TokenEmbedding, TransformerDecoder
 from keras_transformer.layers.blocks import call_layer
 from keras_transformer.losses import NO_LABEL, MaskedCrossentropy
 from keras_transformer.metrics import MaskedAccuracy, Perplexity
-from keras_transformer.models.base import BaseModel, keep_arguments, kept_arguments, seeded
+from keras_transformer.models.base import (
+    BaseModel,
+    check_positions,
+    keep_arguments,
+    kept_arguments,
+    position_layer,
+    positions_of,
+    seeded,
+)
 from keras_transformer.models.presets import CAUSAL_LM
 from keras_transformer.ops import positions as token_positions
 from keras_transformer.ops import rotary_encoding, rotary_frequencies
-
-POSITIONS = ("learned", "sinusoidal", "rotary", None)
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -117,14 +117,7 @@ class CausalLM(GenerationMixin, BaseModel):
         super().__init__(**kwargs)
         positive_integers(vocabulary_size=vocabulary_size, d_model=d_model, num_heads=num_heads)
         rates(dropout=dropout)
-        if max_length is not None:
-            positive_integers(max_length=max_length)
-        if position_encoding not in POSITIONS:
-            raise ValueError(
-                f"`position_encoding` must be one of {POSITIONS}. Received: position_encoding={position_encoding!r}"
-            )
-        if position_encoding == "learned" and max_length is None:
-            raise ValueError("`position_encoding='learned'` needs a `max_length`. Received: max_length=None")
+        check_positions(position_encoding, ("learned", "sinusoidal", "rotary", None), max_length)
         for name, given in (("end_id", end_id), ("pad_id", pad_id)):
             if given is not None:
                 check_ids(np.atleast_1d(given), vocabulary_size, name)
@@ -147,11 +140,7 @@ class CausalLM(GenerationMixin, BaseModel):
             self.embedding = TokenEmbedding(
                 vocabulary_size, d_model, scale=scale_embedding, mask_zero=False, name="embedding", **common
             )
-            self.positions = None
-            if position_encoding == "learned":
-                self.positions = LearnedPositionalEncoding(max_length, name="positions", **common)
-            elif position_encoding == "sinusoidal":
-                self.positions = SinusoidalPositionalEncoding(name="positions", **common)
+            self.positions = position_layer(position_encoding, max_length, name="positions", **common)
             self.embedding_dropout = keras.layers.Dropout(dropout, name="embedding_dropout", **common)
             self.decoder = TransformerDecoder(
                 num_layers,
@@ -260,19 +249,7 @@ class CausalLM(GenerationMixin, BaseModel):
         """What the decoder makes of `token_ids`, (B, T, d_model), and the new cache."""
         length = ops.shape(token_ids)[1]
         self._check_length(token_ids.shape[1])
-        if cache is None and start is not None:
-            raise ValueError("`start` needs a `cache` to write to. Received: cache=None")
-        if cache is not None and start is None and (attention_mask is None or positions is None):
-            raise ValueError(
-                "A growing `cache` (no `start`) needs `attention_mask` and `positions`. Received: "
-                f"attention_mask={attention_mask}, positions={positions}"
-            )
-        if cache is not None and start is not None:
-            if positions is None:
-                positions = token_positions(length, start)
-            if attention_mask is None:
-                slots = ops.shape(cache[0][0])[1]
-                attention_mask = cached_mask(length, slots, start, window=self.decoder.sliding_window)
+        positions = positions_of(length, cache, start, positions, attention_mask)
         x = self.embedding(token_ids)
         if self.positions is not None:
             (x,) = call_layer(self.positions, x, training=None, positions=positions)
@@ -348,10 +325,6 @@ class CausalLM(GenerationMixin, BaseModel):
             "seed": self.seed,
         }
 
-    def _check_length(self, length):
-        if self.max_length is not None and length is not None:
-            check_length(length, self.max_length, "length")
-
     def _checked(self, inputs):
         """The inputs by name, int32, whose ranks are right."""
         given = inputs if isinstance(inputs, dict) else {"token_ids": inputs}
@@ -360,10 +333,4 @@ class CausalLM(GenerationMixin, BaseModel):
                 'Inputs must be ids, or a dict of "token_ids", "segment_ids" and "positions". '
                 f"Received: {sorted(given)}"
             )
-        for name, ids in given.items():
-            if len(ids.shape) != 2:
-                raise ValueError(
-                    f"`{name}` must be ids of shape (batch, length). Received: {name}.shape={tuple(ids.shape)}"
-                )
-        # Cast, not refused, as Keras' own Embedding does: Keras builds a loaded model by calling it on floats.
-        return {name: ops.cast(ids, "int32") for name, ids in given.items()}
+        return self._as_ids(given)

@@ -8,18 +8,20 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_transformer._validation import check_ids, check_length, positive_integers, rates
-from keras_transformer.layers import (
-    LearnedPositionalEncoding,
-    SinusoidalPositionalEncoding,
-    TokenEmbedding,
-    TransformerEncoder,
-)
+from keras_transformer._validation import check_ids, positive_integers, rates
+from keras_transformer.layers import TokenEmbedding, TransformerEncoder
 from keras_transformer.layers.blocks import NORMS, call_layer
 from keras_transformer.layers.feed_forward import activation_of
 from keras_transformer.losses import NO_LABEL, MaskedCrossentropy
 from keras_transformer.metrics import MaskedAccuracy
-from keras_transformer.models.base import BaseModel, keep_arguments, kept_arguments, seeded
+from keras_transformer.models.base import (
+    BaseModel,
+    check_positions,
+    keep_arguments,
+    kept_arguments,
+    position_layer,
+    seeded,
+)
 from keras_transformer.models.presets import ENCODER
 
 
@@ -92,15 +94,7 @@ class Encoder(BaseModel):
         rates(dropout=dropout)
         if num_token_types != 0:
             positive_integers(num_token_types=num_token_types)
-        if max_length is not None:
-            positive_integers(max_length=max_length)
-        if position_encoding not in ("learned", "sinusoidal", None):
-            raise ValueError(
-                "`position_encoding` must be 'learned', 'sinusoidal' or None. "
-                f"Received: position_encoding={position_encoding!r}"
-            )
-        if position_encoding == "learned" and max_length is None:
-            raise ValueError("`position_encoding='learned'` needs a `max_length`. Received: max_length=None")
+        check_positions(position_encoding, ("learned", "sinusoidal", None), max_length)
         if pad_id is not None:
             check_ids(np.array([pad_id]), vocabulary_size, "pad_id")
         self.vocabulary_size = vocabulary_size
@@ -123,11 +117,7 @@ class Encoder(BaseModel):
                 self.token_types = TokenEmbedding(
                     num_token_types, d_model, scale=False, mask_zero=False, name="token_types", **common
                 )
-            self.positions = None
-            if position_encoding == "learned":
-                self.positions = LearnedPositionalEncoding(max_length, name="positions", **common)
-            elif position_encoding == "sinusoidal":
-                self.positions = SinusoidalPositionalEncoding(name="positions", **common)
+            self.positions = position_layer(position_encoding, max_length, name="positions", **common)
             self.input_norm = None
             if embedding_norm:
                 self.input_norm = NORMS[norm](epsilon=norm_epsilon, name="embedding_norm", **common)
@@ -211,24 +201,15 @@ class Encoder(BaseModel):
             "seed": self.seed,
         }
 
-    def _check_length(self, length):
-        if self.max_length is not None and length is not None:
-            check_length(length, self.max_length, "length")
-
     def _checked(self, inputs):
         """The inputs by name, int32, whose ranks and (where known) lengths are right."""
         given = inputs if isinstance(inputs, dict) else {"token_ids": inputs}
         allowed = {"token_ids", "token_types"} if self.num_token_types else {"token_ids"}
         if "token_ids" not in given or not set(given) <= allowed:
             raise ValueError(f"Inputs must be ids, or a dict of {sorted(allowed)}. Received: {sorted(given)}")
-        for name, ids in given.items():
-            if len(ids.shape) != 2:
-                raise ValueError(
-                    f"`{name}` must be ids of shape (batch, length). Received: {name}.shape={tuple(ids.shape)}"
-                )
-        self._check_length(given["token_ids"].shape[1])
-        # Cast, not refused, as Keras' own Embedding does: Keras builds a loaded model by calling it on floats.
-        return {name: ops.cast(ids, "int32") for name, ids in given.items()}
+        ids = self._as_ids(given)
+        self._check_length(ids["token_ids"].shape[1])
+        return ids
 
 
 class _Head(BaseModel):

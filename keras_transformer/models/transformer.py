@@ -10,7 +10,6 @@ from keras import ops
 
 from keras_transformer._validation import (
     check_ids,
-    check_length,
     positive_integers,
     rates,
 )
@@ -19,8 +18,6 @@ from keras_transformer.generation.mixin import GenerationMixin
 from keras_transformer.generation.request import Request, source_request
 from keras_transformer.generation.rules import Rules
 from keras_transformer.layers import (
-    LearnedPositionalEncoding,
-    SinusoidalPositionalEncoding,
     TokenEmbedding,
     TransformerDecoder,
     TransformerEncoder,
@@ -29,13 +26,9 @@ from keras_transformer.layers.blocks import call_layer
 from keras_transformer.layers.feed_forward import activation_of
 from keras_transformer.losses import MaskedCrossentropy
 from keras_transformer.metrics import MaskedAccuracy, Perplexity
-from keras_transformer.models.base import BaseModel, seeded
+from keras_transformer.models.base import BaseModel, check_positions, position_layer, positions_of, seeded
 from keras_transformer.models.presets import TRANSFORMER
-from keras_transformer.ops import causal_mask
-from keras_transformer.ops import positions as token_positions
 from keras_transformer.ops.attention import agree
-
-POSITIONS = ("sinusoidal", "sinusoidal_halves", "learned")
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -125,8 +118,6 @@ class Transformer(GenerationMixin, BaseModel):
         super().__init__(**kwargs)
         positive_integers(source_vocabulary_size=source_vocabulary_size, target_vocabulary_size=target_vocabulary_size)
         rates(dropout=dropout)
-        if max_length is not None:
-            positive_integers(max_length=max_length)
         if share_embeddings and source_vocabulary_size != target_vocabulary_size:
             raise ValueError(
                 "`share_embeddings=True` needs equal vocabulary sizes. Received: "
@@ -137,12 +128,7 @@ class Transformer(GenerationMixin, BaseModel):
         check_ids(np.array([pad_id]), min(source_vocabulary_size, target_vocabulary_size), "pad_id")
         if end_id == pad_id:
             raise ValueError(f"`end_id` must differ from the padding id {pad_id}. Received: end_id={end_id}")
-        if position_encoding not in POSITIONS:
-            raise ValueError(
-                f"`position_encoding` must be one of {POSITIONS}. Received: position_encoding={position_encoding!r}"
-            )
-        if position_encoding == "learned" and max_length is None:
-            raise ValueError("`position_encoding='learned'` needs a `max_length`. Received: max_length=None")
+        check_positions(position_encoding, ("sinusoidal", "sinusoidal_halves", "learned"), max_length)
         self.source_vocabulary_size = source_vocabulary_size
         self.target_vocabulary_size = target_vocabulary_size
         self.num_layers = num_layers
@@ -194,14 +180,10 @@ class Transformer(GenerationMixin, BaseModel):
             if self.share_embeddings
             else embedding(self.target_vocabulary_size, "target_embedding")
         )
-        if self.position_encoding == "learned":
-            self.source_positions = LearnedPositionalEncoding(self.max_length, name="source_positions", **common)
-            self.target_positions = LearnedPositionalEncoding(self.max_length, name="target_positions", **common)
-        else:
-            interleaved = self.position_encoding == "sinusoidal"
-            self.source_positions = self.target_positions = SinusoidalPositionalEncoding(
-                interleaved=interleaved, name="positions", **common
-            )
+        self.source_positions, self.target_positions = (
+            position_layer(self.position_encoding, self.max_length, name=name, **common)
+            for name in ("source_positions", "target_positions")
+        )
         self.source_norm = self.target_norm = None
         if self.embedding_norm:
             self.source_norm = keras.layers.LayerNormalization(epsilon=self.norm_epsilon, name="source_norm", **common)
@@ -305,19 +287,7 @@ class Transformer(GenerationMixin, BaseModel):
         Raises:
             ValueError: the growing form without its mask or positions, or `start` without a cache.
         """
-        if cache is None and start is not None:
-            raise ValueError("`start` needs a `cache` to write to. Received: cache=None")
-        if cache is not None:
-            if start is not None:
-                if positions is None:
-                    positions = token_positions(ops.shape(target_ids)[1], start)
-                if attention_mask is None:
-                    attention_mask = causal_mask(positions, token_positions(ops.shape(cache[0][0])[1]))
-            elif attention_mask is None or positions is None:
-                raise ValueError(
-                    "A growing `cache` (no `start`) needs `attention_mask` and `positions`. Received: "
-                    f"attention_mask={attention_mask}, positions={positions}"
-                )
+        positions = positions_of(ops.shape(target_ids)[1], cache, start, positions, attention_mask)
         x = self.target_embedding(target_ids)
         (x,) = call_layer(self.target_positions, x, training=None, positions=positions)
         if self.target_norm is not None:
@@ -426,18 +396,13 @@ class Transformer(GenerationMixin, BaseModel):
         if not isinstance(inputs, dict) or set(inputs) != {"source", "target"}:
             received = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
             raise ValueError(f'Inputs must be a dict of "source" and "target". Received: {received}')
-        for name, ids in inputs.items():
-            if len(ids.shape) != 2:
-                raise ValueError(
-                    f"`{name}` must be ids of shape (batch, length). Received: {name}.shape={tuple(ids.shape)}"
-                )
-            if self.max_length is not None and ids.shape[1] is not None:
-                check_length(ids.shape[1], self.max_length, f"{name} length")
+        ids = self._as_ids(inputs)
+        for name in ids:
+            self._check_length(ids[name].shape[1], f"{name} length")
         if not agree(inputs["source"].shape[0], inputs["target"].shape[0]):
             shapes = {name: tuple(ids.shape) for name, ids in inputs.items()}
             raise ValueError(f'"source" and "target" must have the same number of rows. Received: shapes {shapes}')
-        # Cast, not refused, as Keras' own Embedding does: Keras builds a loaded model by calling it on floats.
-        return ops.cast(inputs["source"], "int32"), ops.cast(inputs["target"], "int32")
+        return ids["source"], ids["target"]
 
 
 def _to_numpy(ids):
