@@ -1,5 +1,7 @@
 """Every layer and model passes the shared checks, and reloads in a fresh process."""
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -101,8 +103,9 @@ LAYERS = {
     ),
     "encoder block": Case(layers.TransformerEncoderBlock, BLOCK, X, masks=OWN),
     "decoder block": Case(layers.TransformerDecoderBlock, BLOCK, WITH_MEMORY, masks=BOTH),
-    "decoder block without memory": Case(layers.TransformerDecoderBlock, BLOCK, X, WEIGHTS, carries=None),
+    "decoder block without memory": Case(layers.TransformerDecoderBlock, {**BLOCK, **LLAMA}, X, WEIGHTS, carries=None),
     "encoder": Case(layers.TransformerEncoder, STACK, X, WEIGHTS, OWN),
+    "Llama's encoder": Case(layers.TransformerEncoder, {**STACK, **LLAMA}, X, masks=OWN),
     "decoder": Case(layers.TransformerDecoder, STACK, WITH_MEMORY, WEIGHTS, BOTH),
     "Llama's encoder block": Case(layers.TransformerEncoderBlock, {**BLOCK, **LLAMA}, X, masks=OWN),
     "Llama's decoder": Case(layers.TransformerDecoder, {**STACK, **LLAMA}, X, masks=OWN),
@@ -133,6 +136,7 @@ SIZES = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 11, "head_dim": 
 CAUSAL_LM = {
     **{name: value for name, value in BLOCK.items() if name != "kernel_initializer"},
     **SIZES,
+    "norm_epsilon": 1e-4,
     "vocabulary_size": V,
     "position_encoding": "learned",
     "rotary_base": 500,
@@ -190,7 +194,9 @@ MODELS = {
         TOKENS,
         carries="target",
     ),
-    "GPT-2": ModelCase(models.CausalLM, CAUSAL_LM, {"token_ids": ids(B, S)}, carries=None),
+    "GPT-2, post-norm": ModelCase(
+        models.CausalLM, {**CAUSAL_LM, "norm_first": False}, {"token_ids": ids(B, S)}, carries=None
+    ),
     "Llama": ModelCase(
         models.CausalLM,
         {**CAUSAL_LM, **LLAMA, "position_encoding": "rotary", "tie_output": False, "max_length": None},
@@ -200,7 +206,15 @@ MODELS = {
     "BERT": ModelCase(models.Encoder, ENCODER, TYPED, carries="token_ids"),
     "pre-norm encoder": ModelCase(
         models.Encoder,
-        {**ENCODER, "norm_first": True, "num_token_types": 0, "position_encoding": "sinusoidal", "max_length": None},
+        {
+            **ENCODER,
+            **LLAMA,
+            "norm_first": True,
+            "num_token_types": 0,
+            "embedding_norm": False,
+            "position_encoding": "sinusoidal",
+            "max_length": None,
+        },
         {"token_ids": ids(B, S)},
         carries="token_ids",
     ),
@@ -217,13 +231,23 @@ MODELS = {
     "sentence encoder": HeadCase(
         # Not normalised: of vectors of length 1 the loss of the shared checks is constant, and its gradient rounding.
         models.SentenceEncoder,
-        {"encoder": ENCODER, "pooling": "mean", "normalize": False},
+        {"encoder": ENCODER, "pooling": "cls", "normalize": False},
         TYPED,
         carries=None,
     ),
     "ViT": ModelCase(models.VisionTransformer, VISION, IMAGES, carries=None, fixed=True),
     "ViT, mean": ModelCase(
-        models.VisionTransformer, {**VISION, "pooling": "mean", "num_classes": None}, IMAGES, carries=None, fixed=True
+        models.VisionTransformer,
+        {
+            **VISION,
+            **{name: value for name, value in LLAMA.items() if name != "sliding_window"},
+            "norm_first": False,
+            "pooling": "mean",
+            "num_classes": None,
+        },
+        IMAGES,
+        carries=None,
+        fixed=True,
     ),
 }
 
@@ -236,6 +260,16 @@ def test_layers_pass_the_shared_checks(name, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_models_pass_the_shared_checks(name, tmp_path):
     checks.check_model(MODELS[name], tmp_path)
+
+
+def test_every_argument_is_tried_with_another_value_than_its_default():
+    cases = [*LAYERS.values(), *MODELS.values()]
+    for cls in {case.cls for case in cases}:
+        for name, parameter in inspect.signature(cls.__init__).parameters.items():
+            # Implicit masks mean id 0, so that a case has no other padding.
+            if name not in ("self", "kwargs", "pad_id"):
+                values = [case.config[name] for case in cases if case.cls is cls]
+                assert any(value != parameter.default for value in values), (cls.__name__, name)
 
 
 @pytest.mark.parametrize("module, cases", [(layers, LAYERS), (models, MODELS)], ids=["layers", "models"])

@@ -9,7 +9,7 @@ from keras import ops
 from keras_transformer import layers, models
 from keras_transformer.export import export_onnx
 from keras_transformer.layers.feed_forward import activation_of
-from tests.checks import numpy, randomize, run_onnx
+from tests.checks import gradients, numpy, randomize, run_onnx
 
 V, D, N, F, LONGEST = 23, 12, 3, 17, 11
 SIZES = {"num_layers": 2, "d_model": D, "num_heads": N, "d_ff": F}
@@ -59,6 +59,14 @@ class TestPadding:
         np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [1, 1, 0], atol=1e-6)
         long = numpy(models.SentenceEncoder(model.encoder, normalize=False)(IDS))
         assert np.linalg.norm(long, axis=1).min() > 1.1
+
+    def test_gradients_of_normalised_vectors_are_finite_where_there_is_nothing(self):
+        model = randomize(models.SentenceEncoder(encoder(dropout=0.0)))
+        wanted = ops.convert_to_tensor(np.random.default_rng(0).normal(size=(3, D)).astype("float32"))
+        ids = np.concatenate([IDS, np.zeros_like(IDS[:1])])
+        found = gradients(model, lambda vectors: ops.sum(vectors * wanted), ids)
+        assert all(np.isfinite(gradient).all() for gradient in found)
+        assert max(np.abs(gradient).max() for gradient in found) > 1e-2
 
     def test_another_padding_id(self):
         one = randomize(encoder())
