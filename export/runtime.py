@@ -107,7 +107,7 @@ class OnnxTransformer(GenerationMixin):
         return results
 
     def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
-        """The sources (B, S), padded with 0 or of unequal length, once they are checked."""
+        """The sources (B, S), padded or of unequal length, once they are checked."""
         config = self.config
         return source_request(
             inputs,
