@@ -10,6 +10,7 @@ import importlib
 _HOMES = {
     "ExportError": "errors",
     "NotAnExportError": "errors",
+    "OnnxCausalLM": "runtime",
     "OnnxTransformer": "runtime",
     "Report": "report",
     "TraceError": "errors",

@@ -23,6 +23,9 @@ IR_VERSION = 10
 # Constants are folded while the result stays small; beyond it ONNX Runtime folds when it loads the file.
 _FOLD_LIMIT = 4096
 
+# The domain of ONNX Runtime's own operators.
+CONTRIB = "com.microsoft"
+
 _RESHAPING = ("Reshape", "Unsqueeze", "Squeeze")
 
 
@@ -151,9 +154,10 @@ class GraphBuilder:
         shape: Sequence[Dim] | None = None,
         dtype: str | None = None,
         outputs: Sequence[tuple[Sequence[Dim], str]] | None = None,
+        domain: str = "",
         **attributes: Any,
     ) -> Tensor | Any:
-        """Adds a node of the standard domain, or finds the equal one.
+        """Adds a node, or finds the equal one.
 
         Args:
             op_type: ONNX operator name.
@@ -161,6 +165,7 @@ class GraphBuilder:
             shape: shape of the result; by default the inputs' shapes, broadcast.
             dtype: dtype of the result; by default that of the first input.
             outputs: shape and dtype of each result, where there are several.
+            domain: the operator's; the standard one by default.
             **attributes: ONNX attributes; None leaves one out.
 
         Returns:
@@ -175,8 +180,8 @@ class GraphBuilder:
                 specs = [(tuple(shape), dtype or given[0].dtype)]
             else:
                 specs = [(tuple(shape), dtype) for shape, dtype in outputs]
-            folded = self._fold(op_type, inputs, attributes, specs)
-            self._memo[key] = (folded,) if folded else self._add(op_type, inputs, attributes, specs)
+            folded = None if domain else self._fold(op_type, inputs, attributes, specs)
+            self._memo[key] = (folded,) if folded else self._add(op_type, inputs, attributes, specs, domain)
         results = self._memo[key]
         return results[0] if outputs is None else results
 
@@ -340,7 +345,7 @@ class GraphBuilder:
             values,
             nodes=self._nodes,
             initializers=initializers,
-            opset_imports={"": self._opset},
+            opset_imports={"": self._opset} | {node.domain: 1 for node in self._nodes if node.domain},
             name="model",
         )
         return onnx_ir.Model(graph, ir_version=IR_VERSION, producer_name="keras_transformer")
@@ -451,9 +456,9 @@ class GraphBuilder:
             self._initializers[name] = self._register(onnx_ir.Value(name=name), array.shape, dtype, array)
         return self._initializers[name]
 
-    def _add(self, op_type, inputs, attributes, specs) -> tuple[Tensor, ...]:
+    def _add(self, op_type, inputs, attributes, specs, domain="") -> tuple[Tensor, ...]:
         node = onnx_ir.Node(
-            "",
+            domain,
             op_type,
             [tensor and tensor.value for tensor in inputs],
             onnx_ir.convenience.convert_attributes(dict(sorted(attributes.items()))),

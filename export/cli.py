@@ -79,8 +79,9 @@ def parser() -> argparse.ArgumentParser:
         "export",
         "export a saved model to ONNX and verify it",
         "Exports a saved Keras model. A keras_transformer.models.Transformer becomes an encoder and a decoder graph\n"
-        "with key/value cache; any other model one graph. Batch and lengths stay free. Before the files appear in\n"
-        "DIR, ONNX Runtime is compared with Keras over a grid of sizes and masks; a failed export leaves nothing.",
+        "with key/value cache, a CausalLM such a decoder; any other model one graph. Batch and lengths stay free.\n"
+        "Before the files appear in DIR, ONNX Runtime is compared with Keras over a grid of sizes and masks; a failed\n"
+        "export leaves nothing.",
     )
     _model_and_directory(export, "directory to write; FILE.onnx writes a single graph alone")
     export.add_argument("--opset", type=int, default=23, help="version of the ONNX operators (default: %(default)s)")
@@ -89,10 +90,17 @@ def parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--max-length", type=int, metavar="N", help="largest size (default: the model's own limit)")
     export.add_argument(
+        "--target",
+        choices=("portable", "onnxruntime"),
+        default="portable",
+        help="graphs with a key/value cache: growing past and present in standard operators, or ONNX Runtime's own "
+        "attention over a buffer (default: %(default)s)",
+    )
+    export.add_argument(
         "--logits",
         choices=("all", "last"),
         default="all",
-        help="encoder-decoder models: logits of all positions, or only the last one's, which is all that generation "
+        help="graphs with a key/value cache: logits of all positions, or only the last one's, which is all that generation "
         "needs (default: %(default)s)",
     )
     export.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to put beside the graphs, for `translate`")
@@ -230,6 +238,7 @@ def _export(options):
         samples=_samples(options.samples),
         padded_rows=options.padded_rows,
         tolerance=tuple(options.tolerance),
+        target=options.target,
         logits=options.logits,
         tokenizer=tokenizer,
         force=options.force,

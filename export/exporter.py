@@ -18,13 +18,15 @@ import onnx
 import onnx_ir
 
 import keras_transformer
+from keras_transformer.export.cached import TARGETS
 from keras_transformer.export.dims import Axis
+from keras_transformer.export.directory import FORMAT, FORMAT_VERSION, file_sha256
 from keras_transformer.export.errors import ExportError, NotAnExportError, VerificationError
+from keras_transformer.export.genai import write_genai_files
 from keras_transformer.export.generalise import generalise, trace_sizes
 from keras_transformer.export.ir import Graph, Value, Weight
 from keras_transformer.export.lowering import find_rule, lower
 from keras_transformer.export.report import Report
-from keras_transformer.export.runtime import FORMAT, FORMAT_VERSION, file_sha256
 from keras_transformer.export.signature import call_by_name, free_axes, model_inputs
 from keras_transformer.export.trace import InputSpec, record
 from keras_transformer.export.verify import check_padded_rows, check_tolerance, verify_onnx
@@ -47,6 +49,7 @@ def export_onnx(
     samples: Mapping[str, Any] | Callable[[dict[str, int]], Mapping[str, Any]] | None = None,
     padded_rows: str = "exact",
     tolerance: tuple[float, float] = (1e-5, 1e-5),
+    target: str = "portable",
     logits: str = "all",
     tokenizer: Any = None,
     verify: bool = True,
@@ -56,8 +59,9 @@ def export_onnx(
     """Exports a built Keras model to ONNX, from any backend, and verifies the result in ONNX Runtime.
 
     A `models.Transformer` becomes a directory with an encoder and a decoder graph that has a key/value cache, for
-    `OnnxTransformer`; any other model becomes one graph. The batch and every axis that the model leaves open are free.
-    Nothing is left behind by an export that fails, verification included.
+    `OnnxTransformer`; a `models.CausalLM` a directory with such a decoder, for `OnnxCausalLM`, or, where `path` is a
+    file, the graph of whole texts. Any other model becomes one graph. The batch and every axis that the model leaves
+    open are free. Nothing is left behind by an export that fails, verification included.
 
     Args:
         model: a built model made of layers and `keras.ops`; its weights are read, nothing of it is changed.
@@ -68,15 +72,19 @@ def export_onnx(
             Without it axis 0 is the batch, and lengths are taken as one where the model needs them equal.
         min_length: smallest size of every free axis but the batch; 1 if None.
         max_length: largest size; the smallest `max_length` of the model and its layers, if any has one, else no limit.
-        output_names: names of the graph's outputs, in the order of the model's. These three are not for a
-            `Transformer`, whose graphs have names and axes of their own.
+        output_names: names of the graph's outputs, in the order of the model's. These three are not for graphs with a
+            cache, which have names and axes of their own.
         opset: version of the standard ONNX operators: 23.
         samples: inputs to verify with, as for `verify_onnx`; made up if None.
         padded_rows: as for `verify_onnx`.
         tolerance: as for `verify_onnx`.
-        logits: for a `Transformer`: `"all"` positions' logits, or only the `"last"` one's, which is all that
+        target: of graphs with a cache: `"portable"` has past and present that grow, in standard operators.
+            `"onnxruntime"` has a buffer that is written where it lies, through ONNX Runtime's `GroupQueryAttention`,
+            which makes steps faster; the runner allocates it.
+        logits: of graphs with a cache: `"all"` positions' logits, or only the `"last"` one's, which is all that
             generation needs.
-        tokenizer: a `keras_transformer.text.Tokenizer` to put beside the graphs, so that they take and give text.
+        tokenizer: a `keras_transformer.text.Tokenizer`, or one of the package `tokenizers`, to put beside graphs with a
+            cache, so that they take and give text.
         verify: False leaves verification to you; the files are then not known to be right.
         force: write into a directory that holds other files, which stay; or replace a file.
         verbose: print the verification's table.
@@ -96,11 +104,15 @@ def export_onnx(
         raise ExportError(f"`opset` must be one of {_OPSETS}. Received: opset={opset}")
     if logits not in ("all", "last"):
         raise ExportError(f"`logits` must be 'all' or 'last'. Received: logits={logits!r}")
-    encoder_decoder = _is_encoder_decoder(model)
+    if target not in TARGETS:
+        raise ExportError(f"`target` must be one of {TARGETS}. Received: target={target!r}")
+    family = _family(model, path)
     _check_arguments(
         model,
-        encoder_decoder,
-        logits=logits,
+        family,
+        logits=(logits, "all"),
+        target=(target, "portable"),
+        tokenizer=(tokenizer, None),
         input_signature=input_signature,
         dynamic_axes=dynamic_axes,
         output_names=output_names,
@@ -108,9 +120,9 @@ def export_onnx(
     _check_sizes(min_length=min_length, max_length=max_length)
     check_tolerance(tolerance)
     check_padded_rows(padded_rows)
-    _check_tokenizer(tokenizer, model if encoder_decoder else None)
-    if encoder_decoder and path.suffix == ".onnx":
-        raise ExportError(f"{type(model).__name__} becomes a directory of two graphs. Received: path={str(path)!r}")
+    _check_tokenizer(tokenizer, model)
+    if family is not None and path.suffix == ".onnx":
+        raise ExportError(f"{type(model).__name__} becomes a directory. Received: path={str(path)!r}")
     _check_target(path, force)
     limit = _longest(model)
     if max_length is None:
@@ -118,11 +130,9 @@ def export_onnx(
     elif limit is not None and max_length > limit:
         raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
     with _staging(path) as folder:
-        if encoder_decoder:
-            from keras_transformer.export.encoder_decoder import graphs, runner_config
-
-            parts = graphs(model, min_length, max_length, logits)
-            config = runner_config(model, max_length, logits)
+        if family is not None:
+            parts = family.graphs(model, min_length, max_length, logits, target)
+            config = family.runner_config(model, max_length, logits, target)
         else:
             inputs = model_inputs(model, input_signature)
             call = call_by_name(model, [entry.name for entry in inputs])
@@ -135,7 +145,9 @@ def export_onnx(
             weights |= {weight.name: weight for weight in graph.weights}
             write(lower(graph, opset), graph, folder / f"{name}.onnx", config)
         if tokenizer is not None:
-            tokenizer.save(folder / "tokenizer.json")
+            tokenizer.save(str(folder / "tokenizer.json"))
+        if config["kind"] == "decoder":
+            write_genai_files(model, folder, config)
         _write_config(folder, config, weights)
         report = None
         if verify:
@@ -233,10 +245,14 @@ def _longest(model) -> int | None:
     return min((size for layer in layers if isinstance(size := getattr(layer, "max_length", None), int)), default=None)
 
 
-def _is_encoder_decoder(model) -> bool:
-    from keras_transformer.models import Transformer
+def _family(model, path: pathlib.Path):
+    """The module that knows the graphs of a model with a cache; None for a model that becomes one plain graph."""
+    from keras_transformer.export import decoder_only, encoder_decoder
+    from keras_transformer.models import CausalLM, Transformer
 
-    return isinstance(model, Transformer)
+    if isinstance(model, Transformer):
+        return encoder_decoder
+    return decoder_only if isinstance(model, CausalLM) and path.suffix != ".onnx" else None
 
 
 def _output_names(model) -> list[str] | None:
@@ -332,18 +348,22 @@ def _write_config(folder: pathlib.Path, config: dict[str, Any], weights: dict[st
 # Arguments: refused before any work.
 
 
-def _check_arguments(model, encoder_decoder: bool, logits: str, **described: Any) -> None:
+def _check_arguments(model, family, logits, target, tokenizer, **described: Any) -> None:
     """Refuses what is no model, and arguments that its kind does not take."""
     if not callable(model):
         raise ExportError(f"`model` must be a Keras model. Received: model={model!r}")
     for name, value in described.items():
-        if encoder_decoder and value is not None:
+        if family is not None and value is not None:
             raise ExportError(
                 f"`{name}` is for other models: the graphs of a {type(model).__name__} have names and axes of their "
                 f"own. Received: {name}={value!r}"
             )
-    if not encoder_decoder and logits != "all":
-        raise ExportError(f"`logits` is for encoder-decoder models. Received: logits={logits!r}")
+    for name, (value, default) in (("logits", logits), ("target", target), ("tokenizer", tokenizer)):
+        if family is None and value != default:
+            raise ExportError(
+                f"`{name}` is for graphs with a cache: a Transformer's, or a CausalLM's that becomes a directory. "
+                f"Received: {name}={value!r}"
+            )
     names = described["output_names"]
     if names is not None and (
         isinstance(names, str) or not names or not all(isinstance(name, str) and name for name in names)
@@ -358,24 +378,21 @@ def _check_sizes(**sizes: Any) -> None:
 
 
 def _check_tokenizer(tokenizer, model) -> None:
-    """Refuses what is no tokenizer, or one whose ids are not those of the encoder-decoder `model`."""
+    """Refuses what is no tokenizer, or one whose ids are not those of `model`, which has a cache."""
     if tokenizer is None:
         return
-    if not all(hasattr(tokenizer, name) for name in ("save", "vocabulary_size", "start_id", "end_id", "pad_id")):
-        raise ExportError(f"`tokenizer` must be a keras_transformer.text.Tokenizer. Received: tokenizer={tokenizer!r}")
-    if model is None:
-        raise ExportError("`tokenizer` is for encoder-decoder models, whose directory translates text.")
-    size = min(model.source_vocabulary_size, model.target_vocabulary_size)
-    if tokenizer.vocabulary_size > size:
-        raise ExportError(
-            f"`tokenizer` must have no more ids than the model, {size}. Received: {tokenizer.vocabulary_size} ids"
-        )
+    if not hasattr(tokenizer, "save"):
+        raise ExportError(f"`tokenizer` must be a tokenizer, with `save`. Received: tokenizer={tokenizer!r}")
+    # Ours, or one of the package `tokenizers`.
+    count = tokenizer.vocabulary_size if hasattr(tokenizer, "vocabulary_size") else tokenizer.get_vocab_size()
+    sizes = ("source_vocabulary_size", "target_vocabulary_size", "vocabulary_size")
+    size = min(getattr(model, name) for name in sizes if hasattr(model, name))
+    if count > size:
+        raise ExportError(f"`tokenizer` must have no more ids than the model, {size}. Received: {count} ids")
     for name in ("start_id", "end_id", "pad_id"):
-        if getattr(tokenizer, name) != getattr(model, name):
-            raise ExportError(
-                f"`tokenizer` and model must have the same `{name}`. "
-                f"Received: {getattr(tokenizer, name)} and {getattr(model, name)}"
-            )
+        own, other = getattr(tokenizer, name, None), getattr(model, name, None)
+        if None not in (own, other) and own not in (other if isinstance(other, tuple) else (other,)):
+            raise ExportError(f"`tokenizer` and model must have the same `{name}`. Received: {own} and {other}")
 
 
 # The target: written whole or not at all.

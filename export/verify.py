@@ -51,9 +51,8 @@ def verify_onnx(
 
     Args:
         model: the Keras model (or any callable on the same inputs) that the file was exported from.
-        path: an `.onnx` file, or the directory of an exported model. A directory of an encoder–decoder model
-            is compared in its parts (encoder, decoder with cache at several splits) and in the tokens it
-            generates.
+        path: an `.onnx` file, or the directory of an exported model. A directory whose decoder has a cache is
+            compared in its parts (encoder, decoder with cache at several splits) and in the tokens it generates.
         samples: inputs to use instead of made ones: arrays by input name, of which the leading entries along
             each free axis serve for the smaller sizes; or a callable from the axes' sizes to such arrays.
         tolerance: (absolute, relative): largest error allowed is `absolute + relative · max|output|`.
@@ -82,10 +81,10 @@ def verify_onnx(
         raise ValueError(f"`json_path` must be in a directory that exists. Received: json_path={str(json_path)!r}")
     report = Report(name or str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
     check = Check(report, session_options, progress)
-    if path.is_dir() and runtime.read_config(path)["kind"] == "encoder-decoder":
-        from keras_transformer.export.verify_transformer import verify_transformer
+    if path.is_dir() and runtime.read_config(path)["kind"] != "model":
+        from keras_transformer.export.verify_cached import verify_cached
 
-        verify_transformer(model, path, check, samples)
+        verify_cached(model, path, check, samples)
     else:
         verify_graph(model, path / "model.onnx" if path.is_dir() else path, check, samples)
     if json_path is not None:

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from keras_transformer.export import runtime
+from keras_transformer.export import sessions
 from keras_transformer.export.errors import NotAnExportError
 from keras_transformer.export.exporter import export_onnx
 from keras_transformer.export.runtime import OnnxTransformer
@@ -198,7 +198,7 @@ def test_damaged_files(exported, tmp_path, file):
     "change",
     [
         {"kind": None},
-        {"num_layers": "2"},
+        {"start_id": "2"},
         {"max_length": "19"},
         {"files": {}},
         {"files": {"../encoder.onnx": {"size": 1, "sha256": ""}}},
@@ -220,7 +220,7 @@ def test_a_text_that_is_too_long_is_named(runner):
 
 def test_a_provider_that_is_installed_and_does_not_start(exported, monkeypatch):
     """Without a word of installing what is there."""
-    onnxruntime = runtime.import_onnxruntime()
+    onnxruntime = sessions.import_onnxruntime()
     monkeypatch.setattr(
         onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
     )
@@ -239,7 +239,7 @@ def test_a_provider_that_is_installed_and_does_not_start(exported, monkeypatch):
 
 def test_missing_provider_is_explained(exported):
     with pytest.raises(ValueError, match=r"'CUDAExecutionProvider', which is not there.*\[onnx-gpu\]"):
-        if "CUDAExecutionProvider" in runtime.import_onnxruntime().get_available_providers():
+        if "CUDAExecutionProvider" in sessions.import_onnxruntime().get_available_providers():
             pytest.skip("this machine has the GPU wheel")
         OnnxTransformer(exported[1], providers=["CUDAExecutionProvider"])
     with pytest.raises(ValueError, match="'NoSuchProvider'"):
@@ -248,15 +248,15 @@ def test_missing_provider_is_explained(exported):
 
 @pytest.fixture
 def fresh_import():
-    runtime.import_onnxruntime.cache_clear()
+    sessions.import_onnxruntime.cache_clear()
     yield
-    runtime.import_onnxruntime.cache_clear()
+    sessions.import_onnxruntime.cache_clear()
 
 
 def test_two_wheels_are_explained(monkeypatch, fresh_import):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
     with pytest.raises(ImportError, match="onnxruntime and onnxruntime-gpu are both installed"):
-        runtime.import_onnxruntime()
+        sessions.import_onnxruntime()
 
 
 def test_gpu_wheel_alone_is_enough(monkeypatch, fresh_import):
@@ -266,7 +266,7 @@ def test_gpu_wheel_alone_is_enough(monkeypatch, fresh_import):
         return "1.0"
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert runtime.import_onnxruntime().InferenceSession
+    assert sessions.import_onnxruntime().InferenceSession
 
 
 def test_missing_onnxruntime_is_explained(monkeypatch, fresh_import):
@@ -276,7 +276,7 @@ def test_missing_onnxruntime_is_explained(monkeypatch, fresh_import):
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ImportError, match=r"keras-transformer-onnx\[onnx\]"):
-        runtime.import_onnxruntime()
+        sessions.import_onnxruntime()
 
 
 WITHOUT_KERAS = """

@@ -9,7 +9,8 @@ from keras.src.ops import nn
 from keras.src.ops import numpy as knp
 
 from keras_transformer import ops
-from keras_transformer.export.builder import GraphBuilder, Tensor
+from keras_transformer.export.builder import CONTRIB, GraphBuilder, Tensor
+from keras_transformer.export.cached import SlotMask
 from keras_transformer.export.lowering.elementwise import add, compare, compute_dtype, promoted, to_bool
 from keras_transformer.export.lowering.registry import register_lowering
 from keras_transformer.export.lowering.shaping import Repeated, scatter, slice_update
@@ -46,6 +47,23 @@ class _Appended:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Written:
+    """The tensor is `past` (B, K, S, H) with `new` (B, T, K, H) from a slot by row on; `whole` is it, heads first."""
+
+    past: Tensor
+    new: Tensor
+    whole: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+    """The tensor is the mask of a buffer, of which each row uses as many slots as its `attention_mask` has ones."""
+
+    attention_mask: Tensor
+    window: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Weights:
     """The tensor is softmax(scale · left @ right) of heads-first operands, hidden where `mask` says so."""
 
@@ -59,6 +77,10 @@ class _Weights:
 @register_lowering(ops.Attention)
 def _attention(g, node, query, key, value, mask=None):
     causal = node.attributes["causal"]
+    if mask is not None and isinstance(slots := g.facts.get(mask.value), _Slots):
+        written = tuple(g.facts.get(x.value) for x in (key, value))
+        if all(isinstance(side, _Written) for side in written) and not node.attributes["return_weights"]:
+            return _attend_to_buffer(g, query, written, slots, node.attributes["scale"])
     if mask is not None:
         mask, found = _split_causal(g, mask)
         causal = causal or found
@@ -292,16 +314,58 @@ def _write_cache(g, node, cache, key, value, start=None):
     results = []
     for old, new in zip(cache, (key, value), strict=True):
         new = g.cast(new, old.dtype)
-        if start is not None:
-            by_row = isinstance(start, Tensor) and start.rank == 1
-            results.append(_write_rows(g, old, start, new) if by_row else slice_update(g, old, {1: start}, new))
-            continue
         past = g.transpose(old, _HEADS_FIRST)
+        if isinstance(start, Tensor) and start.rank == 1:
+            result = _write_rows(g, old, start, new)
+            g.facts[result.value] = _Written(past, new, g.transpose(result, _HEADS_FIRST))
+            results.append(result)
+            continue
+        if start is not None:
+            results.append(slice_update(g, old, {1: start}, new))
+            continue
         joined = g.concat([past, g.transpose(new, _HEADS_FIRST)], 2)
         result = g.transpose(joined, _HEADS_FIRST)
         g.facts[result.value] = _Appended(past, new, joined)
         results.append(result)
     return results
+
+
+@register_lowering(SlotMask)
+def _slot_mask(g, node, position_ids, attention_mask):
+    slots, window = node.attributes["slots"], node.attributes["window"]
+    keys, queries = g.unsqueeze(steps(g, slots), [0, 1]), g.unsqueeze(position_ids, [2])
+    mask = g.op("LessOrEqual", keys, queries, dtype="bool")
+    if window is not None:
+        near = g.op("Less", g.op("Sub", queries, keys), g.scalar(window, "int64"), dtype="bool")
+        mask = g.op("And", mask, near, dtype="bool")
+    g.facts[mask.value] = _Slots(attention_mask, window)
+    return mask
+
+
+def _attend_to_buffer(g, query, written, slots, scale) -> Tensor:
+    """One `GroupQueryAttention` node, which writes the new keys and values where the cache lies and reads it."""
+    batch, length, num_heads, head_dim = query.shape
+    num_kv_heads = written[0].new.shape[2]
+    counts = g.reduce("ReduceSum", slots.attention_mask, [1])
+    last = g.cast(g.op("Sub", counts, g.scalar(1, "int64")), "int32")
+    total = g.scalar(slots.attention_mask.shape[1], "int32")
+    flat = [g.reshape(x, (*x.shape[:2], x.shape[2] * x.shape[3])) for x in (query, *(side.new for side in written))]
+    output, *present = g.op(
+        "GroupQueryAttention",
+        *flat,
+        *(side.past for side in written),
+        last,
+        total,
+        domain=CONTRIB,
+        num_heads=num_heads,
+        kv_num_heads=num_kv_heads,
+        scale=None if scale is None else float(scale),
+        local_window_size=slots.window,
+        outputs=[(flat[0].shape, query.dtype), *((side.past.shape, side.past.dtype) for side in written)],
+    )
+    for side, new in zip(written, present, strict=True):
+        g.replace(side.whole, new)
+    return g.reshape(output, (batch, length, num_heads, head_dim))
 
 
 def _write_rows(g, old, start, new) -> Tensor:

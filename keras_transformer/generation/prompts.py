@@ -15,6 +15,12 @@ from keras_transformer.generation.rules import Rules
 DEFAULT_NEW_TOKENS = 50
 
 
+def prompt_rules(end_id: Any, pad_id: int | None) -> Rules:
+    """What ends a text of a decoder-only model, and what follows the end: padding, or the end id again."""
+    following = next((int(np.ravel(given)[0]) for given in (pad_id, end_id) if given is not None), 0)
+    return Rules(end_id=tuple(end_id) if isinstance(end_id, list) else end_id, pad_id=following)
+
+
 def prompt_request(
     prompts: Any,
     max_new_tokens: int | None,

@@ -11,7 +11,7 @@ from keras import ops
 from keras_transformer._validation import check_ids, positive_integers, rates
 from keras_transformer.generation.backends import Generator
 from keras_transformer.generation.mixin import GenerationMixin
-from keras_transformer.generation.prompts import prompt_request
+from keras_transformer.generation.prompts import prompt_request, prompt_rules
 from keras_transformer.generation.request import Request
 from keras_transformer.generation.rules import Rules
 from keras_transformer.layers import TokenEmbedding, TransformerDecoder
@@ -273,8 +273,7 @@ class CausalLM(GenerationMixin, BaseModel):
     @property
     def rules(self) -> Rules:
         """What ends a text, and what follows the end."""
-        pad_id = next((int(np.ravel(given)[0]) for given in (self.pad_id, self.end_id) if given is not None), 0)
-        return Rules(end_id=self.end_id, pad_id=pad_id)
+        return prompt_rules(self.end_id, self.pad_id)
 
     def start_generation(self, inputs: dict[str, Any], length: int) -> Any:
         """What `generation_step` needs: a cache that holds the prompts and has room for `length` tokens, and lengths.

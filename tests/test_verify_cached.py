@@ -7,11 +7,14 @@ import numpy as np
 import onnx
 import pytest
 
-from keras_transformer.export import verify_transformer
+from keras_transformer.export import verify_cached
+from keras_transformer.export.decoding import Decoding
 from keras_transformer.export.errors import NotAnExportError, VerificationError
 from keras_transformer.export.exporter import export_onnx
 from keras_transformer.export.report import TokenCheck
+from keras_transformer.export.sessions import ort_value
 from keras_transformer.export.verify import verify_onnx
+from keras_transformer.generation.rules import Rules
 from keras_transformer.models import Transformer
 from tests import mutations
 
@@ -53,7 +56,7 @@ def good(tmp_path_factory):
     model = make_model()
     directory = tmp_path_factory.mktemp("exported") / "model"
     export_onnx(model, directory, verify=False)
-    forward = remember(verify_transformer._forward(model))
+    forward = remember(verify_cached._forward(model))
     remembered = types.SimpleNamespace(
         encode=None, project_memory=None, generate=remember(model.generate), forward=forward
     )
@@ -63,7 +66,7 @@ def good(tmp_path_factory):
 @pytest.fixture
 def check(monkeypatch):
     """`verify_onnx` for a remembered model."""
-    monkeypatch.setattr(verify_transformer, "_forward", lambda model: model.forward)
+    monkeypatch.setattr(verify_cached, "_forward", lambda model: model.forward)
     return lambda model, path, **kwargs: verify_onnx(model, path, verbose=False, **kwargs)
 
 
@@ -99,7 +102,7 @@ def test_passes(good, check):
     assert all(c.sizes["source_length"] != c.sizes["length"] for c in logits)
     words = {c.case for c in logits if c.sizes["length"] == 7}
     assert {f"padded, prefill {n}, then single steps" for n in range(1, 7)} < words
-    assert {"padded, whole target", "padded, pieces of 2, 4, 1"} < words
+    assert {"padded, in one piece", "padded, pieces of 2, 4, 1"} < words
     assert report.tokens.rows == 3 and report.tokens.tokens > 3 and not report.tokens.mismatches
 
 
@@ -158,18 +161,16 @@ def test_decoder_fault_is_noticed(good, check, tmp_path, fault):
 def test_cache_not_fed_back(good, check, monkeypatch):
     """The fault is in the loop, not in the graph."""
     _, model, directory = good
-    run = verify_transformer.runtime.Decoding.run
+    run = Decoding._run
 
-    def forgetful(self, *args):
-        past = self.past
-        logits = run(self, *args)
-        if args[1].shape[1] > 3:
-            self.past = {name: value for name, value in zip(past, self.past.values(), strict=True)}
-            first = next(iter(self.past))
-            self.past[first] = verify_transformer.runtime._ort_value(0 * self.past[first].numpy())
+    def forgetful(self, input_ids, attention_mask, position_ids):
+        logits = run(self, input_ids, attention_mask, position_ids)
+        if attention_mask.shape[1] > 3:
+            first = next(iter(self._past))
+            self._past[first] = ort_value(0 * self._past[first].numpy())
         return logits
 
-    monkeypatch.setattr(verify_transformer.runtime.Decoding, "run", forgetful)
+    monkeypatch.setattr(Decoding, "_run", forgetful)
     with pytest.raises(VerificationError):
         check(model, directory)
 
@@ -203,29 +204,13 @@ def test_wrong_model_or_directory(good, tmp_path):
 
 def test_splits_cover_the_target():
     for length in range(1, 30):
-        cuts = verify_transformer.splits(length)
+        cuts = verify_cached.splits(length)
         assert all(sum(pieces) == length for pieces in cuts)
         assert [length] in cuts
-    assert [[first, *[1] * (7 - first)] for first in range(1, 8)][::-1] == verify_transformer.splits(7)[:7]
+    assert [[first, *[1] * (7 - first)] for first in range(1, 8)][::-1] == verify_cached.splits(7)[:7]
 
 
-class Runner:
-    """Stands for an `OnnxTransformer` that chooses its tokens from a table of logits."""
-
-    def __init__(self, logits):
-        self.logits = logits
-
-    def _decoding(self, source):
-        return types.SimpleNamespace(step=lambda tokens, position: self.logits[:, position])
-
-    def generate(self, source, max_new_tokens):
-        return self.logits[:, :max_new_tokens].argmax(-1)
-
-
-def test_ties_are_counted_and_excused(monkeypatch):
-    from keras_transformer.generation.rules import greedy
-
-    config = {"pad_id": 0, "start_id": 1, "end_id": 2, "max_length": 5}
+def test_ties_are_counted_and_excused():
     rng = np.random.default_rng(0)
     keras_logits = rng.normal(size=(2, 5, 7)).astype("float32")
     keras_logits[..., :3] = -9  # no row ends
@@ -234,13 +219,10 @@ def test_ties_are_counted_and_excused(monkeypatch):
     keras_logits[1, 2, top] = onnx_logits[1, 2, top] = 3.0
     keras_logits[1, 2, top[0]] += 1e-4
     onnx_logits[1, 2, top[1]] += 1e-4
-    keras_ids = greedy(keras_logits.reshape(10, 7)).reshape(2, 5)
 
     def compare(onnx_logits):
-        monkeypatch.setattr(verify_transformer.runtime, "OnnxTransformer", lambda path: Runner(onnx_logits))
-        model = types.SimpleNamespace(generate=lambda source, max_new_tokens: keras_ids)
-        sources = [np.ones((2, 4), np.int32)]
-        return verify_transformer.compare_tokens(model, None, config, sources, lambda inputs: [keras_logits])
+        ids = onnx_logits.argmax(-1)
+        return verify_cached.compare_tokens(keras_logits.argmax(-1), ids, ids, Rules(end_id=2), lambda: keras_logits)
 
     tie = compare(onnx_logits)
     assert tie.passed and tie.excused == len(tie.mismatches) == 1 and tie.tokens == 10
