@@ -569,10 +569,12 @@ def _small(value, small):
 
 
 def _number(original):
+    """Integers that become tensors are recorded, all of them: a size may look like a width and a width like a size."""
+
     @functools.wraps(original)
     def convert(x, dtype=None, **kwargs):
         tracer = _tracer()
-        if tracer is None or not isinstance(x, SizedInt) or not _called_by_ops():
+        if tracer is None or type(x) not in (int, SizedInt) or not _called_by_ops():
             return original(x, dtype=dtype, **kwargs)
         dtype = keras.backend.standardize_dtype(dtype or "int32")
         return tracer.source_tensor("full", (), dtype, {"shape": (), "fill_value": x, "dtype": dtype})

@@ -247,6 +247,8 @@ CASES = {
     "einsum ellipsis": (lambda x: ops.einsum("...d,de->...e", x, weight), [F]),
     "einsum three": (lambda x, y: ops.einsum("btd,de,bte->bt", x, weight, y), [F, "float32[B,T,4]"]),
     "einsum left free": (lambda x, y: ops.einsum("bsd,btd->bst", x, y), ["float32[B,S,6]", F]),
+    "fourier": (lambda x, y: [*ops.fft((x, y)), *ops.fft2((x, y)), *ops.ifft2((x, y))], [F, F]),
+    "fourier of a real signal": (lambda x: ops.fft2((x, ops.zeros_like(x)))[0], [F]),
     # Activations, softmax, norms.
     "relu": (lambda x: [ops.relu(x), ops.relu6(x * 5.0), ops.leaky_relu(x, 0.1)], [F]),
     "relu layer": (lambda x: keras.activations.relu(x * 3, negative_slope=0.2, max_value=2.0, threshold=0.5), [F]),

@@ -109,6 +109,16 @@ def test_a_condition_on_a_width_that_looks_like_a_size_is_accepted():
         assert traced(layer).outputs[0].shape == (BATCH, LENGTH, width)
 
 
+def test_a_width_that_becomes_a_tensor_may_look_like_a_size():
+    def numbered(x):
+        return x * (ops.cast(x.shape[-1], "float32") + ops.convert_to_tensor(3, "float32"))
+
+    for width in {size for sizes in trace_sizes([BATCH, LENGTH]) for size in sizes.values()}:
+        layer = Outer(lambda x, width=width: numbered(ops.matmul(x, np.ones((5, width), "float32"))))
+        numbers = [node.kwargs["fill_value"] for node in traced(layer).nodes if node.kind == "full"]
+        assert numbers == [width, 3]
+
+
 def test_a_condition_on_a_size_that_shape_inference_lost_is_refused():
     def lose(x):
         x = x[:, ::1]

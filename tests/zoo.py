@@ -1,0 +1,274 @@
+"""Exports KerasHub's backbones, built small, and compares each graph with its model in ONNX Runtime.
+
+python -m tests.zoo [--names BERT T5 ...] [--others] [--json FILE]    on the backend that KERAS_BACKEND names
+python -m tests.zoo --docs FILE FILE FILE                             writes docs/zoo.md from what three backends gave
+
+The comparison is the zoo's own and shares nothing with the exporter's verification: other sizes, other masks, the
+model called as it is.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from unittest import mock
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "zoo.md"
+BACKENDS = {"tensorflow": "TF", "jax": "JAX", "torch": "torch"}
+# Absolute, and relative to the largest entry of an output: float32 sums in another order, over two blocks.
+TOLERANCE = 1e-5
+# What marks a graph in which attention and norms were recognised, and what marks one in which something was not.
+COUNTED = (
+    *("Attention", "RotaryEmbedding", "LayerNormalization", "RMSNormalization", "Gelu", "MatMul"),
+    *("Einsum", "Where", "ScatterND", "Softmax"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A backbone: its class in `keras_hub.models`, the arguments, and the longest input."""
+
+    cls: str
+    arguments: dict
+    longest: int | None = None
+
+    def make(self):
+        """The backbone, with weights that are the same on every backend."""
+        import keras_hub
+
+        model = getattr(keras_hub.models, self.cls)(**self.arguments)
+        randomise(model)
+        return model
+
+
+def _text(cls, longest, vocabulary="vocabulary_size", **arguments):
+    return Case(cls, {vocabulary: 61, "num_layers": 2, **arguments}, longest)
+
+
+_BERT = {"num_heads": 3, "hidden_dim": 24, "intermediate_dim": 40, "max_sequence_length": 21}
+_GROUPED = {"num_query_heads": 6, "num_key_value_heads": 2, "hidden_dim": 48, "intermediate_dim": 40}
+
+ZOO = {
+    "BERT": _text("BertBackbone", 21, **_BERT, num_segments=3),
+    "GPT-2": _text("GPT2Backbone", 21, **_BERT),
+    # Its 32 buckets reach 128 positions.
+    "T5": _text("T5Backbone", 150, num_heads=3, hidden_dim=24, intermediate_dim=40, key_value_dim=10),
+    "BART": _text("BartBackbone", 21, **_BERT),
+    "Llama": _text("LlamaBackbone", 67, **_GROUPED),
+    "Gemma": _text("GemmaBackbone", 67, **_GROUPED, head_dim=10),
+    "OPT": _text("OPTBackbone", 21, **_BERT),
+    "ViT": Case(
+        "ViTBackbone",
+        {"image_shape": (20, 28, 3), "patch_size": 4, "num_layers": 2, "num_heads": 3, "hidden_dim": 24, "mlp_dim": 40},
+    ),
+    "DistilBERT": _text("DistilBertBackbone", 21, **_BERT),
+    "RoBERTa": _text("RobertaBackbone", 21, **_BERT),
+    "DeBERTaV3": _text("DebertaV3Backbone", 41, **_BERT | {"max_sequence_length": 41}, bucket_size=8),
+    "ALBERT": _text("AlbertBackbone", 21, **_BERT, embedding_dim=10, num_segments=3),
+    "Whisper": _text(
+        "WhisperBackbone",
+        26,
+        num_heads=3,
+        hidden_dim=24,
+        intermediate_dim=40,
+        num_mels=10,
+        max_encoder_sequence_length=26,
+        max_decoder_sequence_length=26,
+    ),
+    "Bloom": _text("BloomBackbone", 67, num_heads=3, hidden_dim=24, intermediate_dim=40),
+    "FNet": _text("FNetBackbone", 21, hidden_dim=24, intermediate_dim=40, max_sequence_length=21, num_segments=3),
+    "Mistral": _text("MistralBackbone", 67, **_GROUPED, sliding_window=5),
+    "GPT-NeoX": _text("GPTNeoXBackbone", 67, **_BERT | {"hidden_dim": 48}, rotary_percentage=0.25),
+    "ELECTRA": _text("ElectraBackbone", 21, "vocab_size", **_BERT, embedding_dim=10, num_segments=3),
+    "Qwen": _text("QwenBackbone", 67, **_GROUPED, use_sliding_window_attention=True, sliding_window_size=5),
+    "Phi-3": _text("Phi3Backbone", 67, **_GROUPED),
+}
+
+OTHERS: dict[str, Case] = {}
+
+
+def randomise(model) -> None:
+    """Random weights, norms' scales and biases too: from NumPy, so that every backend has the same."""
+    for number, weight in enumerate(model.weights):
+        name = weight.path.rsplit("/", 1)[-1]
+        if "float" not in str(weight.dtype) or not weight.trainable and not name.startswith("moving"):
+            continue
+        noise = np.random.default_rng(number).normal(size=weight.shape)
+        if "variance" in name:
+            value = 0.5 + np.abs(noise)
+        elif len(weight.shape) > 1:
+            value = noise / np.sqrt(np.prod(weight.shape[:-1]) if "embedding" not in name else 2)
+        else:
+            value = 0.2 * noise + (name in ("gamma", "scale"))
+        weight.assign(value.astype("float32"))
+
+
+def make_inputs(model, sizes: dict[str, int], shapes: dict, wholly: bool, seed: int) -> dict[str, np.ndarray]:
+    """Ids anywhere, padded places included; masks with holes, whose last row is empty if `wholly`."""
+    inputs = {}
+    for order, (name, tensor) in enumerate(sorted(declared_inputs(model).items())):
+        rng = np.random.default_rng([seed, order])
+        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in shapes[name])
+        if "mask" in name:
+            value = rng.random(shape) < 0.7
+            value[:, -1] |= ~value.any(1)
+            if wholly:
+                value[-1] = False
+        elif "float" in tensor.dtype:
+            value = rng.normal(size=shape)
+        else:
+            value = rng.integers(0, 3 if "segment" in name else 61, shape)
+        inputs[name] = value.astype(tensor.dtype)
+    return inputs
+
+
+def declared_inputs(model) -> dict:
+    """The model's inputs by name."""
+    import keras
+
+    struct = model.input
+    return struct if isinstance(struct, dict) else {tensor.name: tensor for tensor in keras.tree.flatten(struct)}
+
+
+def grid(axes: list[str], longest: int | None) -> list[dict[str, int]]:
+    """Sizes to compare at; a second length differs from the first."""
+    lengths = [axis for axis in axes if axis != "batch"]
+    points = [(1, 1), (2, 8), (3, 13), (2, longest or 67)] if lengths else [(1, 1), (2, 1), (5, 1)]
+    found = []
+    for batch, length in points:
+        for turn in range(len(lengths) or 1):
+            others = (length, max(length * 2 // 3, 1), max(length // 2, 1))
+            sizes = {name: others[(index + turn) % 3] for index, name in enumerate(lengths)}
+            found.append({"batch": batch} | sizes)
+    return found
+
+
+def compare(want: np.ndarray, got: np.ndarray) -> tuple[float, int]:
+    """The largest difference, in units of what is allowed, and how many entries are not finite; inf if they differ."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return float("inf"), 0
+    odd = ~np.isfinite(want)
+    if not np.array_equal(odd, ~np.isfinite(got)) or not np.array_equal(want[odd], got[odd], equal_nan=True):
+        return float("inf"), int(odd.sum())
+    want, got = want[~odd].astype("float64"), got[~odd].astype("float64")
+    if not want.size:
+        return 0.0, int(odd.sum())
+    return float(np.max(np.abs(want - got)) / (1 + np.max(np.abs(want)))), int(odd.sum())
+
+
+def check(model, path, longest) -> dict:
+    """What ONNX Runtime makes of the file, beside what the model gives."""
+    import keras
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    shapes = {entry.name: entry.shape for entry in session.get_inputs()}
+    axes = list(dict.fromkeys(dim for shape in shapes.values() for dim in shape if isinstance(dim, str)))
+    worst, undefined, runs = 0.0, 0, 0
+    for number, sizes in enumerate(grid(axes, longest)):
+        for wholly in (False, True) if any("mask" in name for name in shapes) else (False,):
+            inputs = make_inputs(model, sizes, shapes, wholly, number)
+            given = inputs if isinstance(model.input, dict) else next(iter(inputs.values()))
+            # JAX, run eagerly, compiles every operation for every shape.
+            compiled = keras.backend.backend() == "jax"
+            outputs = keras.tree.flatten(model.predict_on_batch(given) if compiled else model(given, training=False))
+            expected = [keras.ops.convert_to_numpy(x) for x in outputs]
+            actual = session.run(None, inputs)
+            for want, got in zip(expected, actual, strict=True):
+                difference, odd = compare(want, got)
+                if not difference <= TOLERANCE:
+                    raise AssertionError(f"differs by {difference:.2g} at {sizes}, an empty row: {wholly}")
+                worst, undefined, runs = max(worst, difference), undefined + odd, runs + 1
+    return {"axes": axes, "difference": worst, "undefined": undefined, "runs": runs}
+
+
+def try_out(case: Case, folder: pathlib.Path) -> dict:
+    """Exports and compares one backbone."""
+    import keras
+    import onnx
+
+    from keras_transformer.export import export_onnx, exporter
+
+    started = time.perf_counter()
+    traced = []
+    lower = exporter.lower
+    result: dict = {}
+    try:
+        model = case.make()
+        path = folder / "model.onnx"
+        with mock.patch.object(exporter, "lower", lambda graph, *args: (traced.append(graph), lower(graph, *args))[1]):
+            export_onnx(model, path, max_length=case.longest, force=True, verbose=False)
+        result |= check(model, path, case.longest)
+        graph = onnx.load(path).graph
+        counts = Counter(node.op_type for node in graph.node)
+        result |= {"nodes": len(graph.node), "counts": {name: counts[name] for name in COUNTED if counts[name]}}
+        result["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        text = onnx.printer.to_text(onnx.load(path))
+        result["text"] = hashlib.sha256(text.encode()).hexdigest()
+        result["verified"] = True
+    except Exception as error:
+        trace = [line for line in traceback.format_exc().splitlines() if "/work/" in line][-3:]
+        result |= {"verified": False, "error": f"{type(error).__name__}: {error}", "trace": trace}
+    for graph in traced:
+        kinds = {node.kind for node in graph.nodes if isinstance(node.kind, type)}
+        named = {kind.__name__ for kind in kinds if not kind.__module__.startswith("keras.src.ops.")}
+        result["rules"] = sorted(named | {"DotProductAttention"} & {kind.__name__ for kind in kinds})
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    keras.backend.clear_session()
+    return result
+
+
+def run(names: list[str], cases: dict[str, Case]) -> dict[str, dict]:
+    """Tries out the named backbones and says how it went."""
+    results = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = found = try_out(cases[name], pathlib.Path(folder))
+        if found["verified"]:
+            counts = " ".join(f"{key}:{count}" for key, count in found["counts"].items())
+            print(
+                f"{name:14s} ok  {found['difference']:.1e} {found['nodes']:4d} nodes {found['seconds']:5.1f} s {counts}"
+            )
+        else:
+            print(f"{name:14s} --  {found['seconds']:5.1f} s {found['error'][:1500]}", *found["trace"], sep="\n    ")
+        sys.stdout.flush()
+    print(f"{sum(found['verified'] for found in results.values())} of {len(results)} verified")
+    return results
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__.splitlines()[0])
+    parser.add_argument("--names", nargs="+", help="these only")
+    parser.add_argument("--others", action="store_true", help="the models that are tried beside the zoo")
+    parser.add_argument("--json", type=pathlib.Path, help="where to write what was found")
+    args = parser.parse_args(arguments)
+    cases = OTHERS if args.others else ZOO
+    names = args.names or list(cases)
+    results = run(names, ZOO | OTHERS)
+    if args.json:
+        import keras
+
+        args.json.write_text(json.dumps({"backend": keras.backend.backend(), "results": results}, indent=1))
+    return 0 if all(found["verified"] for found in results.values()) else 1
+
+
+if __name__ == "__main__":
+    for variable in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        os.environ.setdefault(variable, "1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # Softmax over one key, masks that layers do not take: what a model of someone else's says of itself.
+    warnings.simplefilter("ignore")
+    sys.exit(main())
