@@ -6,7 +6,7 @@ import keras
 import pytest
 from keras import ops
 
-from keras_transformer.layers import TransformerDecoder, TransformerDecoderBlock
+from keras_transformer.layers import TokenEmbedding, TransformerDecoder, TransformerDecoderBlock
 from keras_transformer.models import Encoder
 from tests.arguments import (
     ARGUMENTS,
@@ -132,6 +132,27 @@ class TestArguments:
         ):
             with pytest.raises(ValueError, match="built without a memory.*Received: a mask of a memory"):
                 layer(x, memory_padding_mask=mask)
+
+
+class _Holder(keras.Model):
+    """A user's model that builds its layer by hand."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.built = True
+
+
+@pytest.mark.parametrize("cls", [cls for cls in ARGUMENTS if issubclass(cls, keras.layers.Layer)])
+def test_a_summary_of_what_was_built_by_hand(cls):
+    lines = []
+    model, _ = toy(cls)
+    if not isinstance(model, keras.Model):
+        layer = cls(**base_of(cls))
+        shapes = [(None, None, D), (None, None, E)][: 1 + ("memory" in inspect.signature(cls.call).parameters)]
+        model = _Holder(built(layer, *shapes) if cls is not TokenEmbedding else built(layer, (None, None)))
+    model.summary(expand_nested=True, print_fn=lambda text, **kwargs: lines.append(text))
+    assert f"{model.count_params():,}" in "".join(lines)
 
 
 class TestHeads:

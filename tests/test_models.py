@@ -226,6 +226,22 @@ class TestFewTrainableWeights:
         np.testing.assert_allclose(run_onnx(tmp_path / "m.onnx", {"token_ids": IDS})[0], numpy(model(IDS)), atol=1e-4)
         with pytest.raises(ValueError, match="`rank` must be an integer of at least 1. Received: rank=0"):
             model.enable_lora(0)
+        for alpha in (0, float("nan"), "x"):
+            with pytest.raises(ValueError, match="`alpha` must be a positive number. Received: alpha="):
+                encoder().enable_lora(2, alpha)
+        with pytest.raises(ValueError, match="once only. Received: rank=3, where it is 2 already"):
+            model.enable_lora(3)
+
+    def test_lora_freezes_weights_of_the_model_itself(self):
+        model = models.Transformer(V, V, **SIZES, output_bias=True)
+        model.enable_lora(2)
+        assert {weight.name for weight in model.trainable_weights} == {"lora_kernel_a", "lora_kernel_b"}
+        model = models.VisionTransformer(3, 4, 2, **SIZES)
+        model.enable_lora(2)
+        assert [weight.path.split("/")[-2] for weight in model.trainable_weights if "lora" not in weight.name] == [
+            "output",
+            "output",
+        ]
 
     def test_lora_in_generation(self):
         model = randomize(models.CausalLM(V, **SIZES, dropout=0.0, max_length=LONGEST, tie_output=False))

@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_transformer._validation import positive_integers, rates, sequence_width
 from keras_transformer.layers.masks import check_attention_mask, check_padding_mask, combine_masks, padding_mask_of
+from keras_transformer.layers.projection import Projection
 from keras_transformer.ops import WriteCache, attention, causal_mask, positions, rotate, window_mask, write_cache
 from keras_transformer.ops.attention import agree
 from keras_transformer.ops.masks import as_causal
@@ -67,12 +68,13 @@ class _MultiHeadAttention(keras.layers.Layer):
         self.output_dense = self._dense("output", d_model, (*x_shape[:-1], self.width))
 
     def _dense(self, name, units, input_shape):
-        dense = keras.layers.Dense(
+        dense = Projection(
             units,
             use_bias=self.use_bias,
             kernel_initializer=fresh(self.kernel_initializer),
             bias_initializer=fresh(self.bias_initializer),
             dtype=self.dtype_policy,
+            trainable=self.trainable,
             name=name,
         )
         dense.build(input_shape)
@@ -199,8 +201,8 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         self.causal = causal
         self.sliding_window = sliding_window
 
-    def build(self, input_shape):
-        self._build(input_shape, input_shape)
+    def build(self, x_shape):
+        self._build(x_shape, x_shape)
 
     def call(
         self,

@@ -98,7 +98,7 @@ class Configured(keras.layers.Layer):
         return tuple(x_shape)
 
     def _norm(self, name, shape):
-        norm = NORMS[self.norm](epsilon=self.norm_epsilon, dtype=self.dtype_policy, name=name)
+        norm = NORMS[self.norm](epsilon=self.norm_epsilon, dtype=self.dtype_policy, trainable=self.trainable, name=name)
         norm.supports_masking = True  # of Keras' two norms one forgets to say so, and would lose the mask
         norm.build(shape)
         return norm
@@ -122,6 +122,7 @@ class _Block(Configured):
             use_bias=self.use_bias,
             kernel_initializer=fresh(self.kernel_initializer),
             dtype=self.dtype_policy,
+            trainable=self.trainable,
             name="feed_forward",
         )
         self.feed_forward_dropout = self._dropout("feed_forward_dropout")
@@ -135,6 +136,7 @@ class _Block(Configured):
             kernel_initializer=fresh(self.kernel_initializer),
             num_kv_heads=self.num_kv_heads,
             dtype=self.dtype_policy,
+            trainable=self.trainable,
             name=name,
             **kwargs,
         )
@@ -170,11 +172,11 @@ class TransformerEncoderBlock(_Block):
         **kwargs: `name`, `dtype`, `trainable`.
     """
 
-    def build(self, input_shape):
-        self.self_attention.build(input_shape)
-        self.self_attention_norm = self._norm("self_attention_norm", input_shape)
-        self.feed_forward.build(input_shape)
-        self.feed_forward_norm = self._norm("feed_forward_norm", input_shape)
+    def build(self, x_shape):
+        self.self_attention.build(x_shape)
+        self.self_attention_norm = self._norm("self_attention_norm", x_shape)
+        self.feed_forward.build(x_shape)
+        self.feed_forward_norm = self._norm("feed_forward_norm", x_shape)
 
     def call(
         self,

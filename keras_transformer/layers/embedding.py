@@ -159,8 +159,8 @@ class _PositionalEncoding(keras.layers.Layer):
                 f"Received: positions.shape={shape}, positions.dtype={positions.dtype}"
             )
 
-    def compute_output_shape(self, x_shape):
-        return tuple(x_shape)
+    def compute_output_shape(self, input_shape):
+        return tuple(input_shape)
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -213,9 +213,9 @@ class LearnedPositionalEncoding(_PositionalEncoding):
             keras.initializers.RandomNormal(stddev=0.02) if embeddings_initializer is None else embeddings_initializer
         )
 
-    def build(self, x_shape):
+    def build(self, input_shape):
         self.embeddings = self.add_weight(
-            shape=(self.max_length, sequence_width(x_shape)),
+            shape=(self.max_length, sequence_width(input_shape)),
             initializer=self.embeddings_initializer,
             name="embeddings",
         )

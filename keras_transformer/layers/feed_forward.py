@@ -73,6 +73,7 @@ class FeedForward(keras.layers.Layer):
             use_bias=self.use_bias,
             kernel_initializer=fresh(self.kernel_initializer),
             dtype=self.dtype_policy,
+            trainable=self.trainable,
             name=name,
         )
         dense.build(input_shape)

@@ -51,8 +51,8 @@ class CausalMask(keras.layers.Layer):
             return ops_masks.SquareCausalMask().compute_output_spec(x)
         return ops_masks.CausalMask().compute_output_spec(positions, key_positions)
 
-    def compute_output_shape(self, x_shape):
-        return (1, x_shape[1], x_shape[1])
+    def compute_output_shape(self, input_shape):
+        return (1, input_shape[1], input_shape[1])
 
     def compute_mask(self, inputs, previous_mask):
         """The result is no sequence, so it carries no padding mask."""

@@ -48,16 +48,21 @@ class SelfAttention(keras.layers.Layer):
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
 
-    def build(self, input_shape):
-        sequence_width(input_shape)
-        self.query_dense = self._dense("query", self.d_k, input_shape)
-        self.key_dense = self._dense("key", self.d_k, input_shape)
-        self.value_dense = self._dense("value", self.d_v or self.d_k, input_shape)
+    def build(self, x_shape):
+        sequence_width(x_shape)
+        self.query_dense = self._dense("query", self.d_k, x_shape)
+        self.key_dense = self._dense("key", self.d_k, x_shape)
+        self.value_dense = self._dense("value", self.d_v or self.d_k, x_shape)
 
     def _dense(self, name, units, input_shape):
         initializer = fresh(self.kernel_initializer)
         dense = keras.layers.Dense(
-            units, use_bias=self.use_bias, kernel_initializer=initializer, dtype=self.dtype_policy, name=name
+            units,
+            use_bias=self.use_bias,
+            kernel_initializer=initializer,
+            dtype=self.dtype_policy,
+            trainable=self.trainable,
+            name=name,
         )
         dense.build(input_shape)
         return dense

@@ -55,7 +55,8 @@ class _Stack(Configured):
 
     def _make(self):
         self.blocks = [
-            self._block(**self._arguments, dtype=self.dtype_policy, name=f"block_{i}") for i in range(self.num_layers)
+            self._block(**self._arguments, dtype=self.dtype_policy, trainable=self.trainable, name=f"block_{i}")
+            for i in range(self.num_layers)
         ]
         self.final_norm = None
 
@@ -97,8 +98,8 @@ class TransformerEncoder(_Stack):
 
     _block = TransformerEncoderBlock
 
-    def build(self, input_shape):
-        self._build(input_shape)
+    def build(self, x_shape):
+        self._build(x_shape)
 
     def call(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_transformer._validation import check_length, positive_integers
+from keras_transformer._validation import check_length, positive_integers, positive_numbers
 from keras_transformer.layers import (
     CrossAttention,
     LearnedPositionalEncoding,
@@ -29,6 +29,7 @@ class BaseModel(keras.Model):
 
     presets: dict[str, dict[str, Any]] = {}
     max_length: int | None = None
+    _lora: tuple[int, float | None] | None = None
 
     @classmethod
     def from_preset(cls, name: str, **arguments: Any) -> BaseModel:
@@ -76,14 +77,25 @@ class BaseModel(keras.Model):
     def enable_lora(self, rank: int, alpha: float | None = None) -> None:
         """Freezes all weights, and adds low-rank ones to the query and value projections (LoRA, arXiv:2106.09685).
 
+        Comes before `compile`, and once. The model's config holds it: a model that is saved and loaded has LoRA again,
+        its low-rank weights and their optimizer's state among what is restored.
+
         Args:
             rank: of the added matrices.
             alpha: scale, of which alpha / rank multiplies what they add; `rank` if None.
 
         Raises:
-            ValueError: `rank` is no positive integer.
+            ValueError: `rank` is no positive integer, `alpha` no positive number, or LoRA is enabled already.
         """
         positive_integers(rank=rank)
+        if alpha is not None:
+            positive_numbers(alpha=alpha)
+        if self._lora is not None:
+            raise ValueError(
+                f"LoRA can be enabled once only. Received: rank={rank}, where it is {self._lora[0]} already"
+            )
+        for variable in self._trainable_variables:  # its own, beside its layers'
+            variable.trainable = False
         for layer in self._flatten_layers(include_self=False):
             if not layer._layers and not isinstance(layer, keras.Model):
                 layer.trainable = False
@@ -94,6 +106,20 @@ class BaseModel(keras.Model):
                     dense.enable_lora(rank, lora_alpha=alpha)
                     if dense.bias is not None:
                         dense.bias.trainable = False
+        self._lora = rank, alpha
+
+    def get_config(self):
+        config = super().get_config()
+        return config if self._lora is None else {**config, "lora": list(self._lora)}
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        lora = config.pop("lora", None)
+        model = super().from_config(config)
+        if lora is not None:
+            model.enable_lora(*lora)
+        return model
 
     def _check_length(self, length, name="length"):
         """Raises ValueError on a length, if it is known, above `max_length`."""

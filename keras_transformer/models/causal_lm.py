@@ -135,7 +135,7 @@ class CausalLM(GenerationMixin, BaseModel):
         self.seed = seed
         self.supports_masking = True
 
-        common = {"dtype": self.dtype_policy}
+        common = {"dtype": self.dtype_policy, "trainable": self.trainable}
         with seeded(seed):
             self.embedding = TokenEmbedding(
                 vocabulary_size, d_model, scale=scale_embedding, mask_zero=False, name="embedding", **common

@@ -107,7 +107,7 @@ class Encoder(BaseModel):
         self.seed = seed
         self.supports_masking = True
 
-        common = {"dtype": self.dtype_policy}
+        common = {"dtype": self.dtype_policy, "trainable": self.trainable}
         with seeded(seed):
             self.embedding = TokenEmbedding(
                 vocabulary_size, d_model, scale=False, mask_zero=False, name="embedding", **common
@@ -223,7 +223,9 @@ class _Head(BaseModel):
         self.supports_masking = True
 
     def _dense(self, units, name, activation=None):
-        dense = keras.layers.Dense(units, activation=activation, dtype=self.dtype_policy, name=name)
+        dense = keras.layers.Dense(
+            units, activation=activation, dtype=self.dtype_policy, trainable=self.trainable, name=name
+        )
         dense.build((None, self.encoder.d_model))
         return dense
 
@@ -280,7 +282,7 @@ class MaskedLM(_TokenHead):
         self.activation = activation_of(activation)
         self.hidden_dense = self._dense(encoder.d_model, "hidden", self.activation)
         self.norm = keras.layers.LayerNormalization(
-            epsilon=encoder.encoder.norm_epsilon, dtype=self.dtype_policy, name="norm"
+            epsilon=encoder.encoder.norm_epsilon, dtype=self.dtype_policy, trainable=self.trainable, name="norm"
         )
         self.norm.build((None, None, encoder.d_model))
         self.bias = self.add_weight(shape=(encoder.vocabulary_size,), initializer="zeros", name="bias")

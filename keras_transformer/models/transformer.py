@@ -159,7 +159,7 @@ class Transformer(GenerationMixin, BaseModel):
         self._generator = Generator(self)
 
     def _make_layers(self):
-        common = {"dtype": self.dtype_policy}
+        common = {"dtype": self.dtype_policy, "trainable": self.trainable}
         stack = {
             "num_heads": self.num_heads,
             "d_ff": self.d_ff,

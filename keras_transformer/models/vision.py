@@ -95,7 +95,7 @@ class VisionTransformer(BaseModel):
         self.pooling = pooling
         self.seed = seed
 
-        common = {"dtype": self.dtype_policy}
+        common = {"dtype": self.dtype_policy, "trainable": self.trainable}
         with seeded(seed):
             self.patch_embedding = keras.layers.Dense(d_model, name="patch_embedding", **common)
             self.class_token = None
@@ -184,6 +184,12 @@ class VisionTransformer(BaseModel):
     def default_metrics(self) -> Any:
         """Accuracy."""
         return None if self.num_classes is None else ["accuracy"]
+
+    def enable_lora(self, rank: int, alpha: float | None = None) -> None:
+        """As `BaseModel.enable_lora`; the output layer, whose classes may be new, is trained as before."""
+        super().enable_lora(rank, alpha)
+        if self.output_dense is not None:
+            self.output_dense.trainable = True
 
     def get_config(self):
         stack = kept_arguments(self.encoder)
