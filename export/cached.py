@@ -20,7 +20,7 @@ from keras_transformer.export.errors import ExportError
 from keras_transformer.export.trace import InputSpec
 from keras_transformer.ops import causal_mask, positions, window_mask
 
-TARGETS = ("portable", "onnxruntime")
+TARGETS = ("portable", "onnxruntime", "generator")
 _HEADS_FIRST = (0, 2, 1, 3)
 
 
@@ -58,7 +58,7 @@ class CachedDecoder:
             )
         if self.target == "portable":
             slots = Axis("past_length", 0, None if self.max_length is None else self.max_length - 1)
-            total, axes, call = add(slots, length), [slots], self._grow
+            total, axes, call = add(slots, length), [slots], self.grow
         else:
             slots, total = Axis("slots", 1), Axis("total_length", 1, self.max_length)
             axes, call = [total, slots], self._write
@@ -78,7 +78,16 @@ class CachedDecoder:
 
         return function, specs, [batch, length, *axes, *extra_axes], ["logits", *self._names("present")]
 
-    def _grow(self, input_ids, attention_mask, position_ids, extra, cache):
+    def grow(self, input_ids: Any, attention_mask: Any, position_ids: Any, extra: Any, cache: Any) -> tuple[Any, Any]:
+        """The logits of `input_ids` (B, T), and the cache (B, P, K, H) of each layer with their keys and values.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, P + T), 1 for real tokens; padding stands before a row's first one.
+            position_ids: (B, T).
+            extra: what `decode` takes besides.
+            cache: for each layer (keys, values).
+        """
         past, size = ops.shape(cache[0][0])[1], ops.shape(input_ids)[1]
         # In a row the distance of two slots is that of the positions in them, wherever its padding ends.
         queries, keys = positions(size, past), positions(past + size)

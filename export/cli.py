@@ -91,17 +91,17 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--max-length", type=int, metavar="N", help="largest size (default: the model's own limit)")
     export.add_argument(
         "--target",
-        choices=("portable", "onnxruntime"),
+        choices=("portable", "onnxruntime", "generator"),
         default="portable",
-        help="graphs with a key/value cache: growing past and present in standard operators, or ONNX Runtime's own "
-        "attention over a buffer (default: %(default)s)",
+        help="graphs with a key/value cache: growing past and present in standard operators, ONNX Runtime's own "
+        "attention over a buffer, or one graph that generates by itself (default: %(default)s)",
     )
     export.add_argument(
         "--logits",
         choices=("all", "last"),
         default="all",
-        help="graphs with a key/value cache: logits of all positions, or only the last one's, which is all that generation "
-        "needs (default: %(default)s)",
+        help="graphs with a key/value cache: logits of all positions, or only the last one's, which is all that "
+        "generation needs (default: %(default)s)",
     )
     export.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to put beside the graphs, for `translate`")
     export.add_argument("--force", action="store_true", help="write into DIR although it holds other files")

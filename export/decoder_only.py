@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from keras import ops
+
 from keras_transformer.export.cached import CachedDecoder
+from keras_transformer.export.dims import Axis
+from keras_transformer.export.generator import GeneratorParts
+from keras_transformer.export.trace import InputSpec
 from keras_transformer.models import CausalLM
 
 
@@ -12,12 +17,43 @@ def graphs(
     model: CausalLM, min_length: int | None, max_length: int | None, logits: str, target: str
 ) -> dict[str, tuple]:
     """The graph's function, its inputs, its free axes and its output names."""
+    return {"decoder": _decoder(model, max_length, logits, target).graph([], [])}
 
+
+def generator(model: CausalLM, min_length: int | None, max_length: int | None) -> GeneratorParts:
+    """What the graph that generates is made of."""
+    batch, length = Axis("batch"), Axis("length", 1, max_length)
+
+    def begin(input_ids, attention_mask):
+        # Rows end together, whatever side they are padded on.
+        real = ops.cast(attention_mask, "int32")
+        width, count = ops.shape(input_ids)[1], ops.sum(real, axis=1, keepdims=True)
+        first = ops.expand_dims(ops.cast(ops.argmax(real, axis=1), "int32"), 1)
+        place = ops.subtract(ops.expand_dims(ops.arange(width, dtype="int32"), 0), ops.subtract(width, count))
+        positions = ops.maximum(place, 0)
+        ids = ops.take_along_axis(input_ids, ops.add(positions, first), axis=1)
+        return ids, ops.cast(ops.greater_equal(place, 0), "int64"), ops.cast(positions, "int64"), []
+
+    def room(input_ids, attention_mask):
+        return max_length - ops.shape(input_ids)[1]
+
+    return GeneratorParts(
+        _decoder(model, max_length, "last", "portable"),
+        [InputSpec("input_ids", (batch, length), "int64"), InputSpec("attention_mask", (batch, length), "int64")],
+        [batch, length],
+        begin,
+        [],
+        model.rules,
+        None if max_length is None else room,
+    )
+
+
+def _decoder(model, max_length, logits, target) -> CachedDecoder:
     def decode(input_ids, extra, **arguments):
         return model.decode(input_ids, last_only=logits == "last", training=False, **arguments)
 
     attention = model.decoder.blocks[0].self_attention
-    decoder = CachedDecoder(
+    return CachedDecoder(
         decode,
         attention.kv_shape,
         model.decoder.num_layers,
@@ -26,7 +62,6 @@ def graphs(
         target,
         attention.sliding_window,
     )
-    return {"decoder": decoder.graph([], [])}
 
 
 def runner_config(model: CausalLM, max_length: int | None, logits: str, target: str) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def _check_config(config, path):
     """Raises NotAnExportError where an entry that the runner needs is missing, or of another type."""
     files, kind = config.get("files"), config.get("kind")
     needed, entries = _KINDS.get(kind, ((), {}))
+    needed = ("model.onnx",) if config.get("target") == "generator" else needed
     wrong = [] if kind in _KINDS else ["kind"]
     wrong += [name for name, type in entries.items() if name not in config or not isinstance(config[name], type)]
     if (
@@ -106,3 +107,11 @@ def file_sha256(path: pathlib.Path) -> str:
     """SHA-256 of a file's contents, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def graph_config(session) -> dict:
+    """What the exporter noted in a graph of what the runner needs; empty if it wrote none."""
+    try:
+        return json.loads(session.get_modelmeta().custom_metadata_map["keras_transformer.config"])
+    except (KeyError, ValueError):
+        return {}

@@ -24,6 +24,7 @@ from keras_transformer.export.directory import FORMAT, FORMAT_VERSION, file_sha2
 from keras_transformer.export.errors import ExportError, NotAnExportError, VerificationError
 from keras_transformer.export.genai import write_genai_files
 from keras_transformer.export.generalise import generalise, trace_sizes
+from keras_transformer.export.generator import trace_generator
 from keras_transformer.export.ir import Graph, Value, Weight
 from keras_transformer.export.lowering import find_rule, lower
 from keras_transformer.export.report import Report
@@ -80,7 +81,8 @@ def export_onnx(
         tolerance: as for `verify_onnx`.
         target: of graphs with a cache: `"portable"` has past and present that grow, in standard operators.
             `"onnxruntime"` has a buffer that is written where it lies, through ONNX Runtime's `GroupQueryAttention`,
-            which makes steps faster; the runner allocates it.
+            which makes steps faster; the runner allocates it. `"generator"` is one graph from prompts to finished ids,
+            the loop over tokens inside, for whoever wants a single call; `path` may then be a file.
         logits: of graphs with a cache: `"all"` positions' logits, or only the `"last"` one's, which is all that
             generation needs.
         tokenizer: a `keras_transformer.text.Tokenizer`, or one of the package `tokenizers`, to put beside graphs with a
@@ -106,7 +108,7 @@ def export_onnx(
         raise ExportError(f"`logits` must be 'all' or 'last'. Received: logits={logits!r}")
     if target not in TARGETS:
         raise ExportError(f"`target` must be one of {TARGETS}. Received: target={target!r}")
-    family = _family(model, path)
+    family = _family(model, path, target)
     _check_arguments(
         model,
         family,
@@ -121,8 +123,9 @@ def export_onnx(
     check_tolerance(tolerance)
     check_padded_rows(padded_rows)
     _check_tokenizer(tokenizer, model)
-    if family is not None and path.suffix == ".onnx":
-        raise ExportError(f"{type(model).__name__} becomes a directory. Received: path={str(path)!r}")
+    if family is not None and path.suffix == ".onnx" and (target != "generator" or tokenizer is not None):
+        what = f"{type(model).__name__}" if target != "generator" else "A graph with a tokenizer"
+        raise ExportError(f"{what} becomes a directory. Received: path={str(path)!r}")
     _check_target(path, force)
     limit = _longest(model)
     if max_length is None:
@@ -130,23 +133,18 @@ def export_onnx(
     elif limit is not None and max_length > limit:
         raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
     with _staging(path) as folder:
-        if family is not None:
-            parts = family.graphs(model, min_length, max_length, logits, target)
-            config = family.runner_config(model, max_length, logits, target)
-        else:
-            inputs = model_inputs(model, input_signature)
-            call = call_by_name(model, [entry.name for entry in inputs])
-            specs, axes = free_axes(inputs, call, dynamic_axes, min_length, max_length)
-            parts = {"model": (call, specs, axes, _output_names(model) if output_names is None else output_names)}
-            config = {"kind": "model"}
+        config = {"kind": "model"} if family is None else family.runner_config(model, max_length, logits, target)
         weights: dict[str, Weight] = {}
-        for name, (function, specs, axes, names) in parts.items():
-            graph = trace(function, specs, axes, model, names)
+        if family is None:
+            graphs = _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names, opset)
+        else:
+            graphs = _cached_graphs(model, family, min_length, max_length, logits, target, opset)
+        for name, graph, lowered in graphs:
             weights |= {weight.name: weight for weight in graph.weights}
-            write(lower(graph, opset), graph, folder / f"{name}.onnx", config)
+            write(lowered, graph, folder / f"{name}.onnx", config)
         if tokenizer is not None:
             tokenizer.save(str(folder / "tokenizer.json"))
-        if config["kind"] == "decoder":
+        if config["kind"] == "decoder" and target != "generator":
             write_genai_files(model, folder, config)
         _write_config(folder, config, weights)
         report = None
@@ -168,8 +166,8 @@ def export_onnx(
                     f"as bfloat16. Export the model in another one, or pass `verify=False`. {error}"
                 ) from error
             except VerificationError as error:
-                if config["kind"] == "model" and dynamic_axes is None and len(axes) > 2:
-                    names = [axis.name for axis in axes]
+                if config["kind"] == "model" and dynamic_axes is None and len(graph.axes) > 2:
+                    names = [axis.name for axis in graph.axes]
                     error.add_note(f"{names} were taken as independent; pass `dynamic_axes` if some are equal.")
                 raise
         if path.suffix == ".onnx":
@@ -177,6 +175,30 @@ def export_onnx(
         else:
             _install_directory(folder, path)
     return report
+
+
+def _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names, opset):
+    """Name, traced graph and ONNX model of a model without a cache."""
+    inputs = model_inputs(model, input_signature)
+    call = call_by_name(model, [entry.name for entry in inputs])
+    specs, axes = free_axes(inputs, call, dynamic_axes, min_length, max_length)
+    graph = trace(call, specs, axes, model, _output_names(model) if output_names is None else output_names)
+    yield "model", graph, lower(graph, opset)
+
+
+def _cached_graphs(model, family, min_length, max_length, logits, target, opset):
+    """The same of each graph of a model with a cache."""
+
+    def traced(function, specs, axes, names):
+        return trace(function, specs, axes, model, names)
+
+    if target == "generator":
+        parts = family.generator(model, min_length, max_length)
+        yield "model", *trace_generator(parts, traced, lambda graph: lower(graph, opset))
+        return
+    for name, part in family.graphs(model, min_length, max_length, logits, target).items():
+        graph = traced(*part)
+        yield name, graph, lower(graph, opset)
 
 
 def trace(
@@ -245,14 +267,15 @@ def _longest(model) -> int | None:
     return min((size for layer in layers if isinstance(size := getattr(layer, "max_length", None), int)), default=None)
 
 
-def _family(model, path: pathlib.Path):
+def _family(model, path: pathlib.Path, target: str):
     """The module that knows the graphs of a model with a cache; None for a model that becomes one plain graph."""
     from keras_transformer.export import decoder_only, encoder_decoder
     from keras_transformer.models import CausalLM, Transformer
 
     if isinstance(model, Transformer):
         return encoder_decoder
-    return decoder_only if isinstance(model, CausalLM) and path.suffix != ".onnx" else None
+    whole = path.suffix == ".onnx" and target != "generator"
+    return decoder_only if isinstance(model, CausalLM) and not whole else None
 
 
 def _output_names(model) -> list[str] | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_transformer import _validation
 from keras_transformer.export.decoding import BufferDecoding, Decoding
-from keras_transformer.export.directory import read_config
+from keras_transformer.export.directory import graph_config, read_config
 from keras_transformer.export.errors import NotAnExportError
 from keras_transformer.export.sessions import default_options, open_session, ort_value
 from keras_transformer.generation.mixin import GenerationMixin
@@ -35,7 +35,7 @@ class _OnnxModel(GenerationMixin):
     ):
         self.directory = pathlib.Path(directory)
         self.config = read_config(self.directory)
-        if self.config["kind"] != self.kind:
+        if self.config["kind"] != self.kind or self.config["target"] == "generator":
             raise NotAnExportError(f"{self.directory} {_other_kind(self.config)}")
         options = default_options(threads)
         self._sessions = {
@@ -135,16 +135,7 @@ class OnnxTransformer(_OnnxModel):
 
     def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
         """The sources (B, S), padded or of unequal length, once they are checked."""
-        config = self.config
-        return source_request(
-            inputs,
-            max_new_tokens,
-            config["source_vocabulary_size"],
-            config["target_vocabulary_size"],
-            config["max_length"],
-            config["start_id"],
-            Rules(end_id=config["end_id"], pad_id=config["pad_id"]),
-        )
+        return _sources(self.config, inputs, max_new_tokens)
 
     def _begun(self, request):
         source = request.inputs["source"]
@@ -202,11 +193,7 @@ class OnnxCausalLM(_OnnxModel):
 
     def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
         """The prompts (B, P), padded or of unequal length, once they are checked."""
-        config = self.config
-        rules = prompt_rules(config["end_id"], config["pad_id"])
-        return prompt_request(
-            inputs, max_new_tokens, config["vocabulary_size"], config["max_length"], rules, pad_id=config["pad_id"]
-        )
+        return _prompts(self.config, inputs, max_new_tokens)
 
     @property
     def _end_ids(self):
@@ -222,6 +209,74 @@ class OnnxCausalLM(_OnnxModel):
         import tokenizers
 
         return tokenizers.Tokenizer.from_file(str(path))
+
+
+class OnnxGenerator:
+    """An exported graph that generates by itself.
+
+    Args:
+        path: what `export_onnx(target="generator")` wrote, a file or a directory.
+        providers: ONNX Runtime execution providers, the first one preferred; default: the CPU.
+        threads: threads for one operation; default: all cores.
+
+    Attributes:
+        config: what the exporter noted.
+
+    Raises:
+        NotAnExportError: `path` is no such graph, or is damaged.
+        ImportError: ONNX Runtime is not installed, or two of its wheels are.
+        ValueError: a provider is not there.
+    """
+
+    def __init__(self, path: str | os.PathLike, providers: Sequence[str] | None = None, threads: int | None = None):
+        self.path = pathlib.Path(path)
+        file = self.path
+        if self.path.is_dir():
+            read_config(self.path)  # which finds damages
+            file = self.path / "model.onnx"
+        self._session = open_session(file, default_options(threads), providers)
+        self.config = graph_config(self._session)
+        if self.config.get("target") != "generator":
+            raise NotAnExportError(f"{self.path} holds no graph that generates by itself.")
+
+    def generate(
+        self,
+        inputs: Any,
+        max_new_tokens: int | None = None,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> np.ndarray:
+        """As the `generate` of the other runners and of the model in Keras, with the arguments that the graph takes."""
+        request = self.generation_request(inputs, max_new_tokens).asking(
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+        return self._session.run(None, self.feeds(request))[0].astype(np.int32)
+
+    def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
+        """The prompts or sources, once they are checked."""
+        return _requests[self.config["kind"]](self.config, inputs, max_new_tokens)
+
+    def feeds(self, request: Request) -> dict[str, np.ndarray]:
+        """The graph's inputs."""
+        given, settings = request.inputs, request.rules.settings
+        if self.config["kind"] == "decoder":
+            prompt, lengths = given["prompt"], given["lengths"]
+            mask = np.arange(prompt.shape[1]) < lengths[:, None]
+            given = {"input_ids": prompt.astype(np.int64), "attention_mask": mask.astype(np.int64)}
+        seed = settings.get("seed", np.zeros(1, np.int32)).view(np.uint32)
+        return given | {
+            "max_new_tokens": np.array(request.max_new_tokens, np.int64),
+            "temperature": np.array(settings.get("temperature", 0), np.float32),
+            "top_k": np.array(settings.get("top_k", 0), np.int64),
+            "top_p": np.array(settings.get("top_p", 1), np.float32),
+            "seed": np.array(seed[0], np.int64),
+        }
+
+    def __repr__(self):
+        return f"OnnxGenerator({str(self.path)!r})"
 
 
 class _Generator:
@@ -249,6 +304,28 @@ class _Generator:
         return stream_tokens(rules.advance(engine), *begun, range(length))
 
 
+def _sources(config, inputs, max_new_tokens):
+    return source_request(
+        inputs,
+        max_new_tokens,
+        config["source_vocabulary_size"],
+        config["target_vocabulary_size"],
+        config["max_length"],
+        config["start_id"],
+        Rules(end_id=config["end_id"], pad_id=config["pad_id"]),
+    )
+
+
+def _prompts(config, inputs, max_new_tokens):
+    rules = prompt_rules(config["end_id"], config["pad_id"])
+    return prompt_request(
+        inputs, max_new_tokens, config["vocabulary_size"], config["max_length"], rules, pad_id=config["pad_id"]
+    )
+
+
+_requests = {"encoder-decoder": _sources, "decoder": _prompts}
+
+
 def encode(session, source_ids: np.ndarray) -> dict:
     """The encoder's outputs for int32 ids (B, S), as the decoder's inputs of the same names."""
     names = [output.name for output in session.get_outputs()]
@@ -258,6 +335,8 @@ def encode(session, source_ids: np.ndarray) -> dict:
 
 def _other_kind(config):
     runner = {"encoder-decoder": "OnnxTransformer", "decoder": "OnnxCausalLM"}.get(config["kind"])
+    if config.get("target") == "generator":
+        return "holds one graph that generates by itself: run it with OnnxGenerator."
     if runner:
         return f"holds a model of kind {config['kind']!r}: run it with {runner}."
     return (

@@ -29,7 +29,19 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.layers import layer as layer_module
-from keras.src.ops.numpy import BroadcastTo, GetItem
+from keras.src.ops import nn, operation_utils
+from keras.src.ops.numpy import (
+    BitwiseAnd,
+    BitwiseLeftShift,
+    BitwiseOr,
+    BitwiseRightShift,
+    BitwiseXor,
+    BroadcastTo,
+    GetItem,
+    LeftShift,
+    Ndim,
+    RightShift,
+)
 from keras.src.ops.operation import Operation
 from keras.src.random.seed_generator import SeedGenerator
 
@@ -166,16 +178,25 @@ class _Tracer:
             with self._inside(operation):
                 call = operation.quantized_call if operation.quantization_mode else operation.call
                 return call(*args, **kwargs)
+        if isinstance(operation, Ndim):
+            # Of a rank, a number everywhere else, Keras' shape inference makes a tensor.
+            return len(args[0].shape)
         if isinstance(operation, GetItem) and not isinstance(args[1], tuple | list):
             x, key = args
             if isinstance(key, keras.KerasTensor) and "int" in key.dtype:
                 return keras.ops.take(x, key, axis=0)
             # Of keys that are no tuples Keras' shape inference knows integers only.
             args = (x, (key,))
+        if isinstance(operation, _BITWISE):
+            # Keras' shape inference knows tensors only.
+            dtype = next(x.dtype for x in args if hasattr(x, "dtype"))
+            args = tuple(np.array(x, dtype) if isinstance(x, int) else x for x in args)
         # Shape inference may run the operation's own code on the backend; that is not part of the trace.
         self.opaque += 1
         try:
             outputs = operation.compute_output_spec(*args, **kwargs)
+            if isinstance(operation, _BITWISE):
+                outputs = keras.KerasTensor(_broadcast_shape(args), outputs.dtype)
         finally:
             self.opaque -= 1
         is_layer = isinstance(operation, keras.layers.Layer)
@@ -364,6 +385,15 @@ def _snake_case(name: str) -> str:
     return keras.src.utils.naming.to_snake_case(name)
 
 
+# Of these Keras infers the first operand's shape, whatever the second one's is.
+_BITWISE = (BitwiseAnd, BitwiseOr, BitwiseXor, BitwiseLeftShift, BitwiseRightShift, LeftShift, RightShift)
+
+
+def _broadcast_shape(operands):
+    """The shape that `operands`, tensors and numbers, broadcast to."""
+    return functools.reduce(operation_utils.broadcast_shapes, (list(getattr(x, "shape", ())) for x in operands))
+
+
 def _public_attributes(operation) -> dict[str, Any]:
     return {key: value for key, value in vars(operation).items() if not key.startswith("_") and key != "name"}
 
@@ -477,6 +507,9 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     for name in (*_OPERATORS, "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__"):
         if name != "__getitem__":
             yield keras.KerasTensor, name, _plain_number(getattr(keras.KerasTensor, name))
+    # Keras leaves `==` out, so that tensors can be looked for in lists: layer code would always read False.
+    yield keras.KerasTensor, "__eq__", _equal
+    yield nn, "check_conv_input_channels", _check_channels(nn.check_conv_input_channels)
     yield keras.layers.Layer, "add_loss", _not_traced(keras.layers.Layer.add_loss)
     yield KerasVariable, "assign", _forbidden(KerasVariable.assign, _tracer, "writes to a variable")
     yield KerasVariable, "__init__", _forbidden(KerasVariable.__init__, _any_tracer, "creates a variable")
@@ -606,6 +639,26 @@ def _plain_number(original):
         return original(self, float(other) if plain else other)
 
     return operator
+
+
+def _equal(self, other):
+    plain = isinstance(other, keras.KerasTensor | KerasVariable | bool | int | float | np.ndarray | np.generic)
+    asked = plain or backend.is_tensor(other)
+    if not asked or _tracer() is None or _is_plumbing(sys._getframe(1).f_code.co_filename):
+        return NotImplemented
+    return keras.ops.equal(self, other)
+
+
+def _check_channels(original):
+    """Keras' shape inference refuses convolutions in groups, whose kernels have fewer channels than the inputs."""
+
+    @functools.wraps(original)
+    def check(inputs, kernel, data_format):
+        channels = inputs.shape[-1 if data_format == "channels_last" else 1]
+        if _any_tracer() is None or channels % kernel.shape[-2]:
+            original(inputs, kernel, data_format)
+
+    return check
 
 
 def _not_traced(original):

@@ -81,7 +81,12 @@ def verify_onnx(
         raise ValueError(f"`json_path` must be in a directory that exists. Received: json_path={str(json_path)!r}")
     report = Report(name or str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
     check = Check(report, session_options, progress)
-    if path.is_dir() and runtime.read_config(path)["kind"] != "model":
+    config = runtime.read_config(path) if path.is_dir() else runtime.graph_config(check.session(path))
+    if config.get("target") == "generator":
+        from keras_transformer.export.verify_generator import verify_generator
+
+        verify_generator(model, path, check, samples)
+    elif path.is_dir() and config["kind"] != "model":
         from keras_transformer.export.verify_cached import verify_cached
 
         verify_cached(model, path, check, samples)

@@ -20,6 +20,7 @@ from keras_transformer.export.verify import (
     interface,
     numpy_function,
 )
+from keras_transformer.generation.request import Request
 from keras_transformer.generation.rules import Rules, greedy
 
 # Below this length every split into a prefill and single steps is compared.
@@ -60,7 +61,7 @@ class _Kind:
     def __init__(self, model, directory, config, check):
         self.model, self.directory, self.config, self.check = model, directory, config, check
         self.decoder = check.session(directory / "decoder.onnx")
-        self.forward = _forward(model)
+        self.forward = keras_forward(model)
 
     @property
     def heads(self):
@@ -130,10 +131,6 @@ class _EncoderDecoder(_Kind):
     def limit(self, prompts):
         return self.config["max_length"]
 
-    def logits(self, prompts, request, ids):
-        """Keras' logits (B, L, V), by which each of the generated `ids` (B, L) is chosen."""
-        return self.forward({"source": prompts, "target": np.concatenate([request.start[:, None], ids[:, :-1]], 1)})[0]
-
 
 class _DecoderOnly(_Kind):
     prompt = decoded = "token_ids"
@@ -156,17 +153,34 @@ class _DecoderOnly(_Kind):
         limit = self.config["max_length"]
         return None if limit is None else limit - prompts["token_ids"].shape[1]
 
-    def logits(self, prompts, request, ids):
-        """Keras' logits (B, L, V), by which each of the generated `ids` (B, L) is chosen."""
-        prompt, lengths = request.inputs["prompt"], request.inputs["lengths"]
-        whole = np.concatenate([prompt, ids[:, :-1]], 1)
-        places = lengths[:, None] + np.arange(ids.shape[1] - 1)
-        np.put_along_axis(whole, places, ids[:, :-1], 1)
-        logits = self.forward({"token_ids": whole})[0]
-        return np.take_along_axis(logits, (lengths[:, None] - 1 + np.arange(ids.shape[1]))[..., None], 1)
-
 
 _KINDS = {"encoder-decoder": _EncoderDecoder, "decoder": _DecoderOnly}
+
+
+def logits_of_choices(forward: Callable, request: Request, ids: np.ndarray) -> np.ndarray:
+    """Keras' logits (B, L, V), by which each of the generated `ids` (B, L) is chosen.
+
+    Args:
+        forward: from a model's inputs to what it gives, the logits first; see `keras_forward`.
+        request: what was asked for.
+        ids: what was generated.
+    """
+    count = ids.shape[1]
+    if "source" in request.inputs:
+        target = _padded(np.concatenate([request.start[:, None], ids[:, :-1]], 1), request.limit)
+        return forward({"source": request.inputs["source"], "target": target})[0][:, :count]
+    prompt, lengths = request.inputs["prompt"], request.inputs["lengths"]
+    whole = np.concatenate([prompt, ids[:, :-1]], 1)
+    np.put_along_axis(whole, lengths[:, None] + np.arange(count - 1), ids[:, :-1], 1)
+    logits = forward({"token_ids": _padded(whole, request.limit)})[0]
+    return np.take_along_axis(logits, (lengths[:, None] - 1 + np.arange(count))[..., None], 1)
+
+
+def _padded(ids, limit):
+    """Ids with further columns, which no earlier position sees: every new length is compiled on some backends."""
+    width = ids.shape[1] + -ids.shape[1] % 16
+    width = width if limit is None else min(width, limit)
+    return np.pad(ids, ((0, 0), (0, width - ids.shape[1])))
 
 
 def splits(length: int, target: str = "portable") -> list[list[int]]:
@@ -186,8 +200,8 @@ def _refuse_fixed_axes(check, session, output, names):
             check.fail(output, {}, "signature", f"axis {name!r}, free in Keras, has a fixed size")
 
 
-def _forward(model):
-    """From a model's inputs to the logits and to what the encoder graph puts out."""
+def keras_forward(model) -> Callable:
+    """The function from a model's inputs to the logits and to what the encoder graph puts out."""
     from keras import ops
 
     def decoder_only(token_ids):
@@ -286,7 +300,9 @@ def _compare_generated(kind, seen) -> TokenCheck:
     request = runner.generation_request(prompts, length)
     keras_ids = kind.model.generate(prompts, length)
     forced, free = _forced_choices(runner, request, keras_ids), runner.generate(prompts, length)
-    return compare_tokens(keras_ids, forced, free, request.rules, lambda: kind.logits(prompts, request, keras_ids))
+    return compare_tokens(
+        keras_ids, forced, free, request.rules, lambda: logits_of_choices(kind.forward, request, keras_ids)
+    )
 
 
 def compare_tokens(

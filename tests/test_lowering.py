@@ -151,6 +151,18 @@ CASES = {
     "equal bool": (lambda x, y: ops.equal(x, y), [M, M]),
     "compare int with float": (lambda x: ops.greater(x, 1.5), [N]),
     "logical": (lambda x, y: [x & y, ops.logical_or(x, y), ops.logical_xor(x, y), ops.logical_not(x)], [M, M]),
+    "bitwise, broadcast": (
+        lambda x, y: ops.bitwise_xor(x[:, None], y) + ops.bitwise_and(x[:, None], y),
+        ["int32[B]", "int32[T]"],
+    ),
+    "shifts": (
+        lambda x: (
+            ops.right_shift(x * -77777777, 3)
+            + ops.bitwise_and(ops.right_shift(x * -77777777, 9), 2**23 - 1)
+            + ops.left_shift(x * 77777777, 5)
+        ),
+        [N],
+    ),
     "bitwise": (lambda x: ops.bitwise_and(x, x + 1) + ops.bitwise_or(x, x * 2), [N]),
     "isfinite": (lambda x: [ops.isnan(x / x), ops.isinf(1 / x), ops.isfinite(1 / x)], ["float32[B,T]"]),
     "where": (lambda m, x: ops.where(m[:, :, None], x, -1.0), [M, F]),

@@ -56,7 +56,7 @@ def good(tmp_path_factory):
     model = make_model()
     directory = tmp_path_factory.mktemp("exported") / "model"
     export_onnx(model, directory, verify=False)
-    forward = remember(verify_cached._forward(model))
+    forward = remember(verify_cached.keras_forward(model))
     remembered = types.SimpleNamespace(
         encode=None, project_memory=None, generate=remember(model.generate), forward=forward
     )
@@ -66,7 +66,7 @@ def good(tmp_path_factory):
 @pytest.fixture
 def check(monkeypatch):
     """`verify_onnx` for a remembered model."""
-    monkeypatch.setattr(verify_cached, "_forward", lambda model: model.forward)
+    monkeypatch.setattr(verify_cached, "keras_forward", lambda model: model.forward)
     return lambda model, path, **kwargs: verify_onnx(model, path, verbose=False, **kwargs)
 
 

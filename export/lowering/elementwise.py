@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import keras
@@ -288,7 +289,47 @@ def _bitwise(g, node, x1, x2):
     dtype = _result_dtype(node)
     if dtype == "bool":
         return g.op(_BITWISE[node.kind], to_bool(g, x1), to_bool(g, x2), dtype="bool")
-    return g.op("Bitwise" + _BITWISE[node.kind], g.cast(x1, dtype), g.cast(x2, dtype))
+    x1, x2 = g.cast(x1, dtype), g.cast(x2, dtype)
+    shifted = g.facts.get(x1.value)
+    if node.kind is knp.BitwiseAnd and isinstance(shifted, _ShiftedRight) and x2.array is not None:
+        bits = 8 * x2.array.itemsize
+        if x2.array.size == 1 and 0 < shifted.count < bits and x2.array.item() == 2 ** (bits - shifted.count) - 1:
+            # The copies of the sign are masked away.
+            return _shifted(g, shifted.x, shifted.count, "RIGHT")
+    return g.op("Bitwise" + _BITWISE[node.kind], x1, x2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShiftedRight:
+    """The tensor is `x` with its bits moved to the right by `count` and copies of the sign on their left."""
+
+    x: Tensor
+    count: int
+
+
+@register_lowering(knp.LeftShift, knp.RightShift, knp.BitwiseLeftShift, knp.BitwiseRightShift)
+def _shift(g, node, x, count):
+    dtype = _result_dtype(node)
+    x = g.cast(x, dtype)
+    if node.kind in (knp.LeftShift, knp.BitwiseLeftShift):
+        return _shifted(g, x, count, "LEFT")
+    if dtype.startswith("u"):
+        return _shifted(g, x, count, "RIGHT")
+    # Of a negative number the inverted bits are moved, and inverted again.
+    sign = g.op("Neg", g.cast(g.op("Less", x, g.scalar(0, dtype), dtype="bool"), dtype))
+    result = g.op("BitwiseXor", _shifted(g, g.op("BitwiseXor", x, sign), count, "RIGHT"), sign)
+    if isinstance(count, Tensor) and count.array is not None and count.array.size == 1:
+        count = count.array.item()
+    if isinstance(count, int):
+        g.facts[result.value] = _ShiftedRight(x, count)
+    return result
+
+
+def _shifted(g, x, count, direction) -> Tensor:
+    """The bits of `x` moved by `count`, zeros after them; ONNX moves those of unsigned numbers only."""
+    unsigned = x.dtype if x.dtype.startswith("u") else f"u{x.dtype}"
+    moved = g.op("BitShift", g.cast(x, unsigned), g.cast(count, unsigned), direction=direction)
+    return g.cast(moved, x.dtype)
 
 
 @register_lowering(knp.BitwiseNot, knp.BitwiseInvert)

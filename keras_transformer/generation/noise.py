@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 # Weyl's step, 2**32 divided by the golden ratio, as a signed number.
-_GOLDEN = 0x9E3779B9 - 2**32
+_GOLDEN = np.int32(0x9E3779B9 - 2**32)
 # Bits of a uniform number: with a half added to them they still fit the 24 of a float32, so that none is 0 or 1.
 _BITS = 23
 
@@ -41,9 +41,12 @@ def gumbel(seed: Any, rows: Any, step: Any, size: int, xp: Any = np) -> Any:
 
 def random_bits(seed: Any, rows: Any, step: Any, size: int, xp: Any = np) -> Any:
     """32 random bits for each row and id, int32 (B, V); arguments as in `gumbel`."""
-    # Without the constant seed 0 would give 0, which `mixed` leaves as it is.
-    key = mixed(mixed(mixed(seed ^ _GOLDEN, xp) ^ rows, xp) ^ step, xp)
-    return mixed(key[:, None] ^ (xp.arange(size, dtype="int32") * _GOLDEN), xp)
+    # Without the constant seed 0 would give 0, which `mixed` leaves as it is. By name, as `^` is another operation in
+    # Keras' symbolic tensors.
+    key = mixed(xp.bitwise_xor(seed, _GOLDEN), xp)
+    key = mixed(xp.bitwise_xor(key, rows), xp)
+    key = mixed(xp.bitwise_xor(key, step), xp)
+    return mixed(xp.bitwise_xor(key[:, None], xp.arange(size, dtype="int32") * _GOLDEN), xp)
 
 
 def mixed(x: Any, xp: Any = np) -> Any:
@@ -52,9 +55,9 @@ def mixed(x: Any, xp: Any = np) -> Any:
     Multiply-xorshift with the constants that Wellons found for the least bias ("Prospecting for hash functions", 2018,
     there `lowbias32`).
     """
-    x = (x ^ _shifted(x, 16, xp)) * 0x7FEB352D
-    x = (x ^ _shifted(x, 15, xp)) * (0x846CA68B - 2**32)
-    return x ^ _shifted(x, 16, xp)
+    x = xp.bitwise_xor(x, _shifted(x, 16, xp)) * 0x7FEB352D
+    x = xp.bitwise_xor(x, _shifted(x, 15, xp)) * (0x846CA68B - 2**32)
+    return xp.bitwise_xor(x, _shifted(x, 16, xp))
 
 
 def as_float(x: Any, xp: Any) -> Any:
@@ -64,4 +67,4 @@ def as_float(x: Any, xp: Any) -> Any:
 
 def _shifted(x, count, xp):
     """The bits of int32 `x` moved to the right, zeros after them: the sign's copies are masked away."""
-    return xp.right_shift(x, count) & (2 ** (32 - count) - 1)
+    return xp.bitwise_and(xp.right_shift(x, count), np.int32(2 ** (32 - count) - 1))

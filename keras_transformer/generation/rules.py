@@ -105,14 +105,18 @@ class Rules:
         Returns:
             The next tokens (B,), int32, which rows have ended now (B,), and the new notes.
         """
+        tokens = greedy(self.scores(logits, position, notes, xp), xp)
+        tokens = xp.where(finished, xp.zeros_like(tokens) + self.pad_id, tokens)
+        ended, notes = self.noted(tokens, position, notes, xp)
+        return tokens, xp.logical_or(finished, ended), notes
+
+    def scores(self, logits: Any, position: Any, notes: dict[str, Any], xp: Any = np) -> Any:
+        """What the next token has the highest of, (B, V); arguments as in `next_tokens`."""
         scores = self.processed(logits, position, notes, xp)
         if "temperature" in self.settings:
             settings = self.settings
             scores = scores + gumbel(settings["seed"], settings["rows"], position, scores.shape[-1], xp)
-        tokens = greedy(scores, xp)
-        tokens = xp.where(finished, xp.zeros_like(tokens) + self.pad_id, tokens)
-        ended, notes = self.noted(tokens, position, notes, xp)
-        return tokens, xp.logical_or(finished, ended), notes
+        return scores
 
     def processed(self, logits: Any, position: Any, notes: dict[str, Any], xp: Any = np) -> Any:
         """The logits (B, V) that the choice is made from, in the order of Hugging Face's processors."""
@@ -139,11 +143,11 @@ class Rules:
         """Which rows end with `tokens` (B,), made at `position`, and what is known of each row with them."""
         ended, notes = self._ends(tokens, xp), dict(notes)
         if "repetition_penalty" in self.settings:
-            notes["seen"] = xp.logical_or(notes["seen"], tokens[:, None] == _ids(notes["seen"], xp))
+            notes["seen"] = xp.logical_or(notes["seen"], xp.equal(tokens[:, None], _ids(notes["seen"], xp)))
         if "stop" in self.settings:
             notes["tail"] = xp.concatenate([notes["tail"][:, 1:], tokens[:, None]], axis=1)
             stop = self.settings["stop"]
-            same = xp.all(xp.logical_or(notes["tail"][:, None] == stop, stop < 0), axis=-1)
+            same = xp.all(xp.logical_or(xp.equal(notes["tail"][:, None], stop), stop < 0), axis=-1)
             stopped = xp.any(same, axis=-1)
             if "min_new_tokens" in self.settings:
                 stopped = xp.logical_and(stopped, position + 1 >= self.settings["min_new_tokens"])
@@ -158,7 +162,7 @@ class Rules:
         """Where `tokens` are end ids."""
         if not self._end_ids:
             return xp.zeros_like(tokens, dtype="bool")
-        first, *others = (tokens == end_id for end_id in self._end_ids)
+        first, *others = (xp.equal(tokens, end_id) for end_id in self._end_ids)
         for other in others:
             first = xp.logical_or(first, other)
         return first
