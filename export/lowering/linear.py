@@ -180,7 +180,7 @@ def _fourier_along(g, real: Tensor, imaginary: Tensor | None, axis: int, inverse
 
 
 def _waves(g, size: Dim, dtype: str) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2π·i·j/size as matrices, the turns reduced in integers to less than half of one."""
+    """The cosine and sine of 2π·i·j/size as matrices, the turns reduced in integers to less than half of one."""
     if not isinstance(size, Expr):
         turns = np.outer(np.arange(size), np.arange(size)) % size / size
         return g.constant(np.cos(2 * np.pi * turns), dtype), g.constant(np.sin(2 * np.pi * turns), dtype)
