@@ -148,6 +148,7 @@ CASES = {
     # Comparisons, logic, selection.
     "compare": (lambda x, y: [x < y, x <= y, x > y, x >= y], [F, F]),
     "equal": (lambda x: [ops.equal(x, 2), ops.not_equal(x, 0)], [N]),
+    "equal by sign": (lambda x, y: [x == y, x == 2], [N, N]),
     "equal bool": (lambda x, y: ops.equal(x, y), [M, M]),
     "compare int with float": (lambda x: ops.greater(x, 1.5), [N]),
     "logical": (lambda x, y: [x & y, ops.logical_or(x, y), ops.logical_xor(x, y), ops.logical_not(x)], [M, M]),
@@ -569,6 +570,7 @@ LAYERS = {
     "conv same": (lambda: keras.layers.Conv1D(4, 4, padding="same"), F),
     "conv strided": (lambda: keras.layers.Conv1D(4, 2, strides=2, padding="same"), "float32[B,2T,6]"),
     "conv 2d": (lambda: keras.layers.Conv2D(3, (2, 3), padding="same"), "float32[B,T,5,4]"),
+    "grouped conv": (lambda: keras.layers.Conv1D(4, 3, groups=2), "float32[B,5,6]"),
     "depthwise conv": (lambda: keras.layers.DepthwiseConv1D(3, padding="same", depth_multiplier=2), F),
     "separable conv": (lambda: keras.layers.SeparableConv1D(4, 3, padding="same"), F),
     "max pool": (lambda: keras.layers.MaxPooling1D(2), "float32[B,2T,6]"),

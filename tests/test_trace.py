@@ -214,6 +214,15 @@ def test_numpy_numbers_may_stand_left_and_losses_are_left_out():
     assert "__array_ufunc__" not in vars(keras.KerasTensor) and not layer.losses
 
 
+def test_tensors_may_be_looked_for_in_lists_and_have_a_rank():
+    def function(x):
+        y = x + 1
+        assert x in [x] and (x == "x") is False
+        return ops.expand_dims(y, ops.ndim(y))
+
+    assert [node.kind_name for node in traced(Outer(function)).nodes] == ["Add", "ExpandDims"]
+
+
 def test_an_index_that_is_a_tensor_takes_rows():
     table = keras.Variable(np.ones((9, 4), "float32"), name="table")
     graph = traced(Outer(lambda x: [table[ops.argmax(x, axis=-1)], x[ops.argmax(x[0], axis=-1)]]))
