@@ -18,6 +18,9 @@ if BACKEND == "jax":
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
 
+# Where a test runs that needs one backend only: the quickest one, which compiles nothing.
+ONCE = "torch"
+
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
@@ -31,8 +34,13 @@ def pytest_report_header(config):
     return f"keras {keras.__version__} on {keras.backend.backend()}"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every-backend", action="store_true", help="run what is marked `once` on this backend, too")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "backends(*names): the test's subject exists on these backends only")
+    config.addinivalue_line("markers", f"once: what it shows does not depend on the backend; it runs on {ONCE}")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -40,6 +48,8 @@ def pytest_collection_modifyitems(config, items):
         for marker in item.iter_markers("backends"):
             if BACKEND not in marker.args:
                 item.add_marker(pytest.mark.skip(reason=f"concerns {', '.join(marker.args)}, not {BACKEND}"))
+        if BACKEND != ONCE and item.get_closest_marker("once") and not config.getoption("every_backend"):
+            item.add_marker(pytest.mark.skip(reason=f"runs on {ONCE}; --every-backend runs it here, too"))
 
 
 @pytest.fixture(autouse=True)

@@ -37,8 +37,14 @@ def passed(backend: str) -> dict[tuple[str, str], bool]:
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
-        command += ["tests/test_coverage.py", "tests/test_layers.py", "-k", " or ".join(COLUMNS.values())]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, "KERAS_BACKEND": backend, "COVERAGE": ""}, check=False)
+        command += [
+            "--every-backend",
+            "tests/test_coverage.py",
+            "tests/test_layers.py",
+            "-k",
+            " or ".join(COLUMNS.values()),
+        ]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "KERAS_BACKEND": backend}, check=False)
         found = {}
         for case in xml.etree.ElementTree.parse(report).iter("testcase"):
             match = re.fullmatch(r"(test_\w+)\[(.*)\]", case.get("name"))

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# What is tested is that they run.
+pytestmark = pytest.mark.once
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = ["--layers", "1", "--width", "8", "--batch", "2", "--rounds", "1"]
 

@@ -228,6 +228,7 @@ def test_demo_tokens_fit_the_shapes():
     assert tokenizer.decode(sources) == [text for text, _ in pairs]
 
 
+@pytest.mark.once
 def test_demo_runs(tmp_path, monkeypatch):
     lines = []
     monkeypatch.setattr(demo, "MODEL_SIZE", {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 12})

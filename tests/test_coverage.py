@@ -4,7 +4,6 @@
 """
 
 import inspect
-import os
 import pathlib
 import re
 
@@ -20,7 +19,7 @@ from tests.test_layers import LAYERS, MODELS
 
 # A suite that runs on all backends has the shared checks of each there: this file costs minutes, and runs on the
 # quickest, but for whoever makes the page.
-pytestmark = [] if "COVERAGE" in os.environ else [pytest.mark.backends("torch")]
+pytestmark = pytest.mark.once
 CASES = {**LAYERS, **MODELS}
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "coverage.md"
 

@@ -66,6 +66,7 @@ def exported(models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.once
 def test_is_verified(models, exported, target):
     report = verify_onnx(models["llama"], exported("llama", target), verbose=False)
     logits = [c for c in report.comparisons if c.output == "logits"]
@@ -119,6 +120,7 @@ def test_graph_and_its_files(exported, target):
     assert set(config["files"]) == {"decoder.onnx", "genai_config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
+@pytest.mark.once
 def test_text_in_and_out(models, exported):
     runner = OnnxCausalLM(exported("llama", "portable"))
     texts = ["one two", "three", "two one three"]
@@ -136,6 +138,7 @@ def test_text_in_and_out(models, exported):
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.once
 def test_genai_serves_the_directory(models, exported, target):
     genai = pytest.importorskip("onnxruntime_genai")
     model = genai.Model(str(exported("llama", target)))
@@ -153,6 +156,7 @@ def test_genai_serves_the_directory(models, exported, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.once
 def test_encoder_decoder_in_both_forms(tmp_path, target):
     arguments = {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 17, "max_length": 19, "seed": 5}
     model = Transformer(31, 37, **arguments)
@@ -164,6 +168,7 @@ def test_encoder_decoder_in_both_forms(tmp_path, target):
         np.testing.assert_array_equal(runner.generate(PROMPTS, 13, **options), expected)
 
 
+@pytest.mark.once
 def test_a_wrong_cache_is_noticed(models, exported, tmp_path):
     """A window that is off by one."""
     from tests.test_verify_cached import changed

@@ -7,6 +7,9 @@ import re
 
 import pytest
 
+# The examples of a page are layers and models that are tested on each backend.
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

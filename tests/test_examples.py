@@ -13,7 +13,7 @@ NAMES = ("digits", "classify", "write")
 
 
 # They cost minutes on the other backends: the suite runs them on the quickest.
-pytestmark = pytest.mark.backends("torch")
+pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")

@@ -472,6 +472,7 @@ assert all(sys.modules[name] is None for name in {blocked!r})
 
 
 @pytest.mark.backends("tensorflow")
+@pytest.mark.once
 def test_every_backend_alone_writes_the_same_bytes(tmp_path):
     """Three processes, each with the other two backends blocked, and one with other layers built first."""
     found = {}

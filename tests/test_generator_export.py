@@ -86,6 +86,7 @@ def test_padding_on_either_side(exported):
     np.testing.assert_array_equal(ids, model.generate([[5, 6, 7], [11], [3, 4]], 9))
 
 
+@pytest.mark.once
 def test_is_verified(exported, tmp_path):
     model, path = exported("llama")
     report = verify_onnx(model, path, verbose=False)
@@ -121,6 +122,7 @@ def test_tokens_are_judged_by_the_logits():
     assert "ends after 2 of 3 tokens" in judged([[1, 0], [2, 0]], 3).problem
 
 
+@pytest.mark.once
 def test_bad_input(exported, tmp_path):
     model, path = exported("gpt2")
     with pytest.raises(ExportError, match="A graph with a tokenizer becomes a directory"):

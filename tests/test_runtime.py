@@ -14,6 +14,9 @@ from keras_transformer.export.runtime import OnnxTransformer
 from keras_transformer.models import Transformer
 from keras_transformer.text import Tokenizer
 
+# The runner is NumPy and ONNX Runtime; tests/test_decoder_export.py compares it on each backend.
+pytestmark = pytest.mark.once
+
 TEXTS = ["one two three", "two three", "three one one two", "two"] * 3
 
 

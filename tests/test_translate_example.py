@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# Its parts are tested on each backend.
+pytestmark = pytest.mark.once
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "translate.py"
 WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fünf"}
 

@@ -13,6 +13,9 @@ from keras_transformer.export.verify import FreeAxis, InputSpec, verify_onnx
 from tests import mutations
 from tests.toy import INPUTS, LONGEST, VOCABULARY, WIDTH, Toy, toy_numpy, toy_onnx
 
+# The verifier is NumPy and ONNX Runtime.
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):

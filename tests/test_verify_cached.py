@@ -18,6 +18,9 @@ from keras_transformer.generation.rules import Rules
 from keras_transformer.models import Transformer
 from tests import mutations
 
+# The verifier is NumPy and ONNX Runtime.
+pytestmark = pytest.mark.once
+
 SIZES = {
     "source_vocabulary_size": 23,
     "target_vocabulary_size": 29,
