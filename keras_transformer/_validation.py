@@ -133,6 +133,17 @@ def positive_numbers(**arguments: Any) -> None:
             raise ValueError(f"`{name}` must be a positive number. Received: {name}={value!r}")
 
 
+def not_negative(**arguments: Any) -> None:
+    """Refuses arguments that are not integers of at least 0.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            raise ValueError(f"`{name}` must be an integer of at least 0. Received: {name}={value!r}")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 

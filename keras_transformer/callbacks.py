@@ -36,8 +36,7 @@ def check_ids(
     sizes = vocabulary_size if isinstance(vocabulary_size, dict) else {"vocabulary_size": vocabulary_size}
     _validation.positive_integers(**sizes)
     for index, batch in enumerate(_first_batches(data, batches)):
-        inputs, labels, *_ = (*batch, None) if isinstance(batch, tuple | list) else (batch, None)
-        arrays = dict(inputs) if isinstance(inputs, dict) else {"inputs": inputs}
+        arrays, labels = _named(batch)
         if isinstance(vocabulary_size, dict) and (unknown := set(vocabulary_size) - {*arrays, "labels"}):
             raise ValueError(
                 f"`vocabulary_size` must name inputs, {sorted(arrays)}, or 'labels'. Received: {sorted(unknown)}"
@@ -56,14 +55,15 @@ def check_ids(
 
 
 class CheckIds(keras.callbacks.Callback):
-    """Runs `check_ids` on the training data when `fit` starts, with the model's own vocabulary sizes.
+    """Runs `check_ids` on the training data when `fit` starts, with the vocabulary sizes that every model here knows.
 
     Keras does not show a callback the batches, so it is given the data that `fit` is given.
 
     Args:
         data: see `check_ids`.
         batches: how many batches to look at.
-        vocabulary_size: see `check_ids`; the model's `vocabulary_sizes` if None.
+        vocabulary_size: see `check_ids`; the model's `vocabulary_sizes` if None, of the inputs and the integer labels
+            that there are.
 
     Example:
         ```python
@@ -79,8 +79,22 @@ class CheckIds(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Raises ValueError on ids outside the vocabulary."""
-        size = self.model.vocabulary_sizes if self.vocabulary_size is None else self.vocabulary_size
+        size = self.vocabulary_size
+        if size is None:
+            arrays, labels = _named(next(iter(_first_batches(self.data, 1))))
+            if labels is not None and "int" in keras.backend.standardize_dtype(labels.dtype):
+                arrays["labels"] = labels
+            sizes = self.model.vocabulary_sizes
+            if "inputs" in arrays:  # one array without a name: the model's first input
+                sizes = {"inputs" if name == "token_ids" else name: count for name, count in sizes.items()}
+            size = {name: count for name, count in sizes.items() if name in arrays}
         check_ids(self.data, size, self.batches, getattr(self.model.loss, "ignore_id", None))
+
+
+def _named(batch):
+    """The inputs of a batch by name, and its labels or None."""
+    inputs, labels, *_ = (*batch, None) if isinstance(batch, tuple | list) else (batch, None)
+    return dict(inputs) if isinstance(inputs, dict) else {"inputs": inputs}, labels
 
 
 def _first_batches(data, batches):

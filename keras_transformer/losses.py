@@ -117,7 +117,7 @@ def token_crossentropy(labels, logits, ignore_id: int, label_smoothing: float = 
 
 
 def labels_and_logits(y_true, y_pred):
-    """`y_true` as int32 labels (…,) and `y_pred` as logits (…, V), in float32 or wider.
+    """`y_true`, (…,) or (…, 1), as int32 labels (…,) and `y_pred` as logits (…, V), in float32 or wider.
 
     Raises:
         ValueError: the shapes do not belong together.
@@ -125,6 +125,8 @@ def labels_and_logits(y_true, y_pred):
     logits = ops.convert_to_tensor(y_pred)
     logits = ops.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     labels = ops.cast(ops.convert_to_tensor(y_true), "int32")
+    if len(labels.shape) == len(logits.shape) and labels.shape[-1] == 1:
+        labels = ops.squeeze(labels, -1)  # a column of labels, as files give them
     # Python sizes, where known: `None` on a free axis.
     expected, received = tuple(logits.shape[:-1]), tuple(labels.shape)
     matches = len(expected) == len(received) and all(

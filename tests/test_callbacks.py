@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_transformer import models
 from keras_transformer.callbacks import CheckIds, check_ids
 
 SIZES = {"source": 11, "target": 7, "labels": 7}
@@ -90,6 +91,37 @@ def test_data_loader():
     rows = [({k: torch.as_tensor(v[i]) for k, v in inputs.items()}, torch.as_tensor(labels[i])) for i in range(3)]
     with pytest.raises(ValueError, match="`target`.*Received: 8 in row 0, position 1 of batch 1"):
         check_ids(torch.utils.data.DataLoader(rows, batch_size=2), SIZES)
+
+
+@pytest.mark.parametrize("place", ["token_ids", "labels"])
+def test_every_model_knows_its_sizes(place):
+    """Ids of one array or of a dict, and classes, of models that are compiled as they come."""
+    sizes = {"num_layers": 1, "d_model": 4, "num_heads": 2, "d_ff": 3, "dropout": 0.0}
+    encoder = models.Encoder(7, **sizes, num_token_types=2)
+    ids, images = np.full((3, 5), 6, "int32"), np.zeros((3, 2, 2, 1), "float32")
+    cases = [
+        (models.CausalLM(7, **sizes), ids, ids, 7),
+        (models.CausalLM(7, **sizes), {"token_ids": ids, "segment_ids": ids, "positions": ids}, ids, 7),
+        (models.MaskedLM(encoder), ids, np.where(ids > 9, ids, -100), 7),
+        (models.TokenClassifier(encoder, 2), {"token_ids": ids, "token_types": ids % 2}, ids % 2, 2),
+        (models.SequenceClassifier(encoder, 2), ids, ids[:, :1] % 2, 2),
+        (models.VisionTransformer(2, 2, 1, 1, **sizes), images, ids[:, 0] % 2, 2),
+    ]
+    for model, inputs, labels, size in cases:
+        model.compile()
+        check = CheckIds((inputs, labels))
+        check.set_model(model)
+        check.on_train_begin()
+        if place == "labels":
+            labels = np.full_like(labels, size)
+        elif model is cases[-1][0]:
+            continue
+        else:
+            inputs = {**inputs, place: ids + 1} if isinstance(inputs, dict) else ids + 1
+            size = 7
+        check.data = (inputs, labels)
+        with pytest.raises(ValueError, match=f"must be ids from 0 to {size - 1}. Received: {size} in row 0"):
+            check.on_train_begin()
 
 
 def test_callback_stops_fit():

@@ -152,6 +152,11 @@ def test_ends_at_any_end_id_and_pads():
             "padding at the ends of rows only. Received: padding inside of row 0",
         ),
         ({"token_ids": [[1, 2, 3]], "padding_mask": np.ones((1, 2), bool)}, {}, r"`padding_mask` .*\(1, 3\).*\(1, 2\)"),
+        (
+            {"token_ids": [[1, 2], [3]], "padding_mask": [[1, 1], [1]]},
+            {},
+            r"`padding_mask` must be a rectangle \(B, P\). Received: rows of unequal length",
+        ),
         ({"token_ids": [[1, 2, 3]]}, {}, r'a dict of "token_ids" and "padding_mask". Received: \[.token_ids.\]'),
     ],
 )
@@ -178,7 +183,17 @@ def test_a_prompt_and_its_continuation_may_fill_the_model():
         ({"num_heads": 3}, "`num_heads` must divide the width"),
         ({"norm": "batch"}, "`norm` must be one of .*'batch'"),
         ({"num_kv_heads": 3}, "`num_kv_heads` must divide `num_heads`"),
-        ({"position_encoding": "rotary", "rotary_width": 3}, "`width` must be an even number"),
+        ({"position_encoding": "rotary", "rotary_width": 3}, "`rotary_width` must be even.*rotary_width=3"),
+        ({"position_encoding": "rotary", "rotary_width": 0}, "`rotary_width` must be an integer of at least 1"),
+        ({"position_encoding": "rotary", "rotary_width": 40}, "`rotary_width` .* at most head_dim=.*rotary_width=40"),
+        ({"position_encoding": "rotary", "head_dim": 5}, "an even `head_dim` .*Received: head_dim=5"),
+        ({"position_encoding": "rotary", "rotary_base": 0}, "`rotary_base` must be a positive number"),
+        ({"position_encoding": "rotary", "rotary_scaling": "yarn"}, "`rotary_scaling` must be a dict or None"),
+        (
+            {"position_encoding": "rotary", "rotary_scaling": {"rope_type": "linear", "factor": 0}},
+            r"`rotary_scaling\['factor'\]` must be a positive number. Received: .*=0",
+        ),
+        ({"seed": 1.5}, "`seed` must be an integer or None. Received: seed=1.5"),
         (
             {"position_encoding": "rotary", "rotary_scaling": {"rope_type": "llama3", "factor": 2.0}},
             r"must give \['low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'\]",
@@ -188,6 +203,12 @@ def test_a_prompt_and_its_continuation_may_fill_the_model():
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         models.CausalLM(**{**SIZES, **arguments})
+
+
+def test_inputs_that_do_not_belong_together_are_refused():
+    given = {"token_ids": np.ones((2, 3), int), "segment_ids": np.ones((2, 4), int), "positions": np.ones((2, 3), int)}
+    with pytest.raises(ValueError, match=r"Inputs must be of one shape .*'segment_ids': \(2, 4\)"):
+        model_of("GPT-2")(given)
 
 
 def test_a_text_longer_than_the_model_is_refused():

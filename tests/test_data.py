@@ -28,10 +28,9 @@ class TestNextToken:
         mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])
         np.testing.assert_array_equal(data.next_token_labels(IDS, mask), [[4, -100, -100, -100], [3, 5, 7, -100]])
         np.testing.assert_array_equal(data.next_token_labels(IDS, mask[:, ::-1])[0], [-100, -100, 8, -100])
-        with pytest.raises(
-            ValueError, match=r"`padding_mask` must have the shape .*\(2, 4\). Received: shape \(2, 3\)"
-        ):
-            data.next_token_labels(IDS, mask[:, :3])
+        for wrong in (mask[:, :3], mask / 2):
+            with pytest.raises(ValueError, match=r"`padding_mask` must be boolean or integer of the shape \(2, 4\)"):
+                data.next_token_labels(IDS, wrong)
 
     def test_a_long_text_is_cut_so_that_every_token_is_asked_for_once(self):
         inputs, labels = data.cut_text(np.arange(3, 20), 5)
@@ -65,11 +64,14 @@ class TestNextToken:
             ([[1], []], "text 1 is"),
             ([[1.5]], "text 0 is"),
             ([[1] * 4], "length=3 ids. .*: 4 in"),
+            ([[1], [2, -1]], "`texts` must be ids from 0 .*: -1 in row 1, position 1"),
         ],
     )
     def test_bad_texts_are_refused(self, texts, message):
         with pytest.raises(ValueError, match=message):
             data.pack_texts(texts, 3)
+        with pytest.raises(ValueError, match="`pad_id` must be an integer of at least 0. Received: pad_id=-1"):
+            data.pack_texts([[1]], 3, pad_id=-1)
 
 
 class TestMaskedTokens:
@@ -120,8 +122,14 @@ class TestMaskedTokens:
             ({"mask_id": 9}, "`mask_id` must be ids from 0 to 8. Received: 9"),
             ({"token_ids": [[9]]}, "`token_ids` must be ids from 0 to 8. Received: 9"),
             ({"special_ids": range(9)}, "`special_ids` must leave some tokens"),
+            ({"special_ids": 5}, "`special_ids` must be a sequence of ids. Received: special_ids=5"),
+            ({"special_ids": [9]}, "`special_ids` must be ids from 0 to 8. Received: 9"),
+            ({"vocabulary_size": 0}, "`vocabulary_size` must be an integer of at least 1"),
+            ({"seed": -1}, "`seed` must be an integer of at least 0. Received: seed=-1"),
         ],
     )
     def test_bad_arguments_are_refused(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             data.MaskedTexts(**{"token_ids": [[5, 6]], "mask_id": 4, "vocabulary_size": 9, **arguments})
+        with pytest.raises(IndexError, match="`index` must be from 0 to 0. Received: index=1"):
+            data.MaskedTexts([[5, 6]], 4, 9)[1]

@@ -350,6 +350,10 @@ def test_generate_and_stream_take_the_same_arguments():
         ({"top_p": 0.0}, "`top_p` must be in"),
         ({"num_beams": 2, "on_tokens": print}, "`on_tokens` needs num_beams=1.*Received: num_beams=2"),
         ({"on_tokens": 3}, "`on_tokens` must be callable. Received: on_tokens=3"),
+        ({"seed": 10**30}, "`seed` must be an integer from 0 to"),
+        ({"temperature": 10**400}, "`temperature` must be a finite number"),
+        ({"repetition_penalty": 1e39}, "`repetition_penalty` must be a finite number"),
+        ({"compile": "yes"}, "`compile` must be True, False or None. Received: compile='yes'"),
     ],
 )
 def test_bad_options_are_refused_before_any_work(model, monkeypatch, options, message):

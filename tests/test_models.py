@@ -167,7 +167,7 @@ def test_the_two_gelus():
         activation_of("gelu_twice")
 
 
-@pytest.mark.backends("torch")  # numbers of parameters are the same everywhere
+@pytest.mark.once  # numbers of parameters are the same everywhere
 class TestPresets:
     # Parameters of the published models: without BERT's pooler (768 · 769) and ViT's (none).
     @pytest.mark.parametrize(
@@ -196,6 +196,64 @@ class TestPresets:
         assert models.CausalLM.from_preset("gpt2", num_layers=1, vocabulary_size=9, end_id=3).end_id == 3
         with pytest.raises(ValueError, match="`name` must be one of .*'gpt2'.*Received: name='gpt5'"):
             models.CausalLM.from_preset("gpt5")
+
+
+class TestClasses:
+    """Labels of whole texts and images mean the same on every backend."""
+
+    def heads(self, num_classes=3):
+        inner = encoder(dropout=0.0)
+        images = models.VisionTransformer(num_classes, 4, 2, 1, **SIZES, dropout=0.0)
+        ids = np.repeat(IDS, 2, axis=0)
+        return [
+            (models.SequenceClassifier(inner, num_classes), ids),
+            (images, np.random.default_rng(0).normal(size=(4, 4, 4, 1)).astype("float32")),
+        ]
+
+    def test_labels_in_rows_and_columns_that_do_not_count_and_that_are_none(self):
+        labels = np.array([0, 2, 1, -100])
+        for model, inputs in self.heads():
+            model.compile("sgd")
+            logits = numpy(model(inputs))[:3].astype("float64")
+            wanted = np.mean(np.log(np.exp(logits).sum(1)) - logits[range(3), labels[:3]])
+            right = np.mean(logits.argmax(1) == labels[:3])
+            for given in (labels, labels[:, None]):
+                found = model.evaluate(inputs, given, verbose=0, return_dict=True)
+                np.testing.assert_allclose([found["loss"], found["accuracy"]], [wanted, right], rtol=1e-5)
+            for outside in (3, -1):
+                assert np.isnan(model.evaluate(inputs, [0, 2, 1, outside] * np.ones(4, int), verbose=0)[0])
+            with pytest.raises(ValueError, match=r"Labels must have the shape .*y_true.shape=\(4, 3\)"):
+                model.evaluate(inputs, np.eye(3)[labels % 3], verbose=0)
+
+    def test_one_class_needs_a_loss_of_its_own(self):
+        for model, _ in [*self.heads(1), (models.TokenClassifier(encoder(), 1), None)]:
+            with pytest.raises(ValueError, match="needs 2 classes or more; give a loss.*Received: num_classes=1"):
+                model.compile("sgd")
+            model.compile("sgd", "mse")
+
+    @pytest.mark.parametrize(
+        "make, message",
+        [
+            (lambda: encoder(norm="batch"), "`norm` must be one of .*Received: norm='batch'"),
+            (lambda: models.TokenClassifier(encoder(), 3, dropout=1.0), r"`dropout` must be in \[0, 1\)"),
+            (lambda: models.SequenceClassifier(encoder(), 3, dropout="x"), r"`dropout` must be in \[0, 1\)"),
+            (
+                lambda: encoder(num_token_types=2)({"token_ids": IDS, "token_types": IDS[:, :3]}),
+                r"Inputs must be of one shape .*'token_types': \(2, 3\)",
+            ),
+            (
+                lambda: models.VisionTransformer(3, 4, 2, 1, **SIZES)({"image": np.ones((1, 4, 4, 1))}),
+                r"""Inputs must be images, or a dict of "images". Received: \['image'\]""",
+            ),
+            (
+                lambda: models.Transformer(V, V, **SIZES, num_decoder_layers=0),
+                "`num_decoder_layers` must be an integer of at least 1. Received: num_decoder_layers=0",
+            ),
+        ],
+    )
+    def test_bad_arguments_are_refused(self, make, message):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 class TestFewTrainableWeights:

@@ -111,6 +111,8 @@ CASES = {
         models.CausalLM,
     ),
     "Mistral": ("Mistral", "ForCausalLM", {**LLAMA, "sliding_window": 3}, models.CausalLM),
+    "Llama, biases of attention": ("Llama", "ForCausalLM", {**LLAMA, "attention_bias": True}, models.CausalLM),
+    "Qwen2": ("Qwen2", "ForCausalLM", LLAMA, models.CausalLM),
     "BART": ("Bart", "ForConditionalGeneration", BART, models.Transformer),
     "BART, base model alone": ("Bart", "Model", BART, models.Transformer),
     "Marian": ("Marian", "MTModel", {**BART, "activation_function": "swish", **MARIAN}, models.Transformer),
@@ -183,6 +185,7 @@ def test_equals_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("penalty", [1.0, 3.0])
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name][3] is models.CausalLM])
+@pytest.mark.once
 def test_generates_what_transformers_does(name, penalty, tmp_path):
     theirs = published(name, tmp_path)
     with torch.no_grad():
@@ -202,6 +205,7 @@ def test_generates_what_transformers_does(name, penalty, tmp_path):
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", ["BART", "Marian"])
+@pytest.mark.once
 def test_translates_as_transformers_does(name, beams, tmp_path):
     theirs = published(name, tmp_path)
     ours = pretrained.load(tmp_path)
@@ -235,6 +239,32 @@ def configure(directory, **settings):
     """Changes entries of a saved folder's configuration."""
     file = directory / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def test_older_names_and_newer_files(tmp_path):
+    """BERT's own norms have `gamma` and `beta`; sentence-transformers names its pooling in one word now."""
+    published("BERT, masked LM", tmp_path)
+    whole = pretrained.load(tmp_path)
+    stored = change(tmp_path)
+    older = {name: {"weight": "gamma", "bias": "beta"}[name.rpartition(".")[2]] for name in stored if "Norm." in name}
+    change(tmp_path, **dict.fromkeys(older))
+    change(tmp_path, **{f"{name.rpartition('.')[0]}.{last}": stored[name] for name, last in older.items()})
+    for one, other in zip(whole.weights, pretrained.load(tmp_path).weights, strict=True):
+        np.testing.assert_array_equal(numpy(one.value), numpy(other.value))
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in
+               (("Transformer", ""), ("Pooling", "1_Pooling"))]  # fmt: skip
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    change(tmp_path, **{name: None for name in change(tmp_path) if name.startswith("cls.")})
+    for pooling, wanted in (({"pooling_mode": "cls"}, "cls"), ({"pooling_mode_mean_tokens": True}, "mean")):
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        assert pretrained.load(tmp_path).pooling == wanted
+    (tmp_path / "1_Pooling" / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json must hold a dict. Received: list"):
+        pretrained.load(tmp_path)
+    (tmp_path / "modules.json").write_text("[{}]")
+    with pytest.raises(ValueError, match="must name a Transformer, a Pooling"):
+        pretrained.load(tmp_path)
 
 
 def test_shards_and_half_precision_are_read(tmp_path):
@@ -340,12 +370,47 @@ class TestRefusals:
             ({"position_embedding_type": "relative_key"}, "must be 'absolute' .*Received: .*='relative_key'"),
             ({"architectures": ["BertForQuestionAnswering"]}, "Received: 'ForQuestionAnswering'"),
             ({"hidden_size": None}, "must give 'hidden_size'"),
+            ({"tie_word_embeddings": False}, "'tie_word_embeddings' must be True to be loaded"),
+            ({"hidden_act": ["gelu"]}, "'hidden_act' must be of type str. Received: hidden_act="),
+            ({"model_type": ["bert"]}, "'model_type' must be of type str"),
+            ({"architectures": {}}, "'architectures' must be of type list"),
+            ({"architectures": []}, "has no place for: cls.predictions.bias"),
         ],
     )
     def test_settings(self, folder, settings, message):
         configure(folder, **settings)
         with pytest.raises(ValueError, match=message):
             pretrained.load(folder)
+
+    def test_arguments_of_a_head_that_is_not_there(self, tmp_path):
+        published("BERT", tmp_path)
+        with pytest.raises(ValueError, match=r"with nothing on it, that takes none of \['num_classes'\]"):
+            pretrained.load(tmp_path, num_classes=3)
+
+    @pytest.mark.parametrize(
+        "index, message",
+        [({}, "must give a `weight_map`"), ({"weight_map": [1]}, "must give a `weight_map`"),
+         ({"weight_map": {"a": "b.safetensors"}}, "holds no b.safetensors, which its index names")],
+    )  # fmt: skip
+    def test_an_index(self, folder, index, message):
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            pretrained.load(folder)
+
+    def test_settings_of_decoders(self, tmp_path):
+        published("Llama", tmp_path)
+        configure(tmp_path, pad_token_id=-1, eos_token_id=[])
+        model = pretrained.load(tmp_path)
+        assert model.pad_id is None and model.end_id is None
+        for settings, message in (
+            ({"num_attention_heads": 0}, "`num_attention_heads` must be an integer of at least 1"),
+            ({"rope_parameters": [1]}, "'rope_parameters' must be of type dict"),
+            ({"model_type": "qwen2", "use_sliding_window": True}, "'use_sliding_window' must be False"),
+        ):
+            configure(tmp_path, **settings)
+            with pytest.raises(ValueError, match=message):
+                pretrained.load(tmp_path)
 
     def test_rotary_scaling(self, tmp_path):
         published("Llama", tmp_path)

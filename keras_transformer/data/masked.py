@@ -34,12 +34,14 @@ def mask_tokens(
         Inputs and labels, int32 (B, T) each; the labels are -100 where nothing is to be guessed.
 
     Raises:
-        ValueError: ids outside the vocabulary, or a rate outside [0, 1).
+        ValueError: ids outside the vocabulary, a rate outside [0, 1), or special ids that leave nothing to put in.
     """
+    _validation.positive_integers(vocabulary_size=vocabulary_size)
     ids = _validation.id_batch(token_ids, "token_ids")
     _validation.check_ids(ids, vocabulary_size, "token_ids")
     _validation.check_ids(np.array([mask_id]), vocabulary_size, "mask_id")
     _validation.rates(rate=rate)
+    _check_special_ids(special_ids, vocabulary_size)
     rng = np.random.default_rng(seed)
     never = {int(mask_id), *map(int, special_ids)}
     ordinary = np.array([i for i in range(vocabulary_size) if i not in never])
@@ -66,7 +68,11 @@ class MaskedTexts(keras.utils.PyDataset):
         **kwargs: `workers`, `use_multiprocessing` and `max_queue_size` of `keras.utils.PyDataset`.
 
     Attributes:
-        epoch: the number that tokens and order depend on; it grows by one at the end of each epoch.
+        epoch: the number that tokens and order depend on. It grows by one whenever Keras says that an epoch is over,
+            which it also does as `fit` begins.
+
+    Raises:
+        ValueError: as `mask_tokens`, or a batch size or a seed outside its range.
     """
 
     def __init__(
@@ -81,7 +87,9 @@ class MaskedTexts(keras.utils.PyDataset):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        _validation.positive_integers(batch_size=batch_size)
+        _validation.positive_integers(vocabulary_size=vocabulary_size, batch_size=batch_size)
+        _check_special_ids(special_ids, vocabulary_size)
+        _validation.not_negative(seed=seed)
         self._ids = _validation.id_batch(token_ids, "token_ids", special_ids[0] if len(special_ids) else 0)
         self._arguments = (mask_id, vocabulary_size, rate, tuple(special_ids))
         mask_tokens(self._ids, *self._arguments)  # refuses what is wrong now, not in the first epoch
@@ -94,6 +102,8 @@ class MaskedTexts(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and labels of a batch, int32 (B, T) each."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"`index` must be from 0 to {len(self) - 1}. Received: index={index}")
         order = np.random.default_rng((self._seed, self.epoch)).permutation(len(self._ids))
         rows = order[index * self._batch_size : (index + 1) * self._batch_size]
         return mask_tokens(self._ids[rows], *self._arguments, seed=(self._seed, self.epoch, index))
@@ -101,3 +111,9 @@ class MaskedTexts(keras.utils.PyDataset):
     def on_epoch_end(self) -> None:
         """Goes on to the next epoch."""
         self.epoch += 1
+
+
+def _check_special_ids(special_ids, vocabulary_size):
+    if np.ndim(special_ids) != 1:
+        raise ValueError(f"`special_ids` must be a sequence of ids. Received: special_ids={special_ids!r}")
+    _validation.check_ids(np.array(special_ids, None if len(special_ids) else int), vocabulary_size, "special_ids")

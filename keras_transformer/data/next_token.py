@@ -25,11 +25,13 @@ def next_token_labels(token_ids: Any, padding_mask: Any = None) -> np.ndarray:
         ValueError: ids of another rank, or a mask of another shape.
     """
     ids = _validation.id_batch(token_ids, "token_ids")
-    mask = np.ones(ids.shape, bool) if padding_mask is None else np.asarray(padding_mask).astype(bool)
-    if mask.shape != ids.shape:
+    mask = np.ones(ids.shape, bool) if padding_mask is None else np.asarray(padding_mask)
+    if mask.shape != ids.shape or not (mask.dtype == bool or np.issubdtype(mask.dtype, np.integer)):
         raise ValueError(
-            f"`padding_mask` must have the shape of `token_ids`, {ids.shape}. Received: shape {mask.shape}"
+            f"`padding_mask` must be boolean or integer of the shape {ids.shape} of `token_ids`. "
+            f"Received: padding_mask.shape={mask.shape}, padding_mask.dtype={mask.dtype}"
         )
+    mask = mask.astype(bool)
     labels = np.full(ids.shape, NO_LABEL, np.int32)
     labels[:, :-1] = np.where(mask[:, :-1] & mask[:, 1:], ids[:, 1:], NO_LABEL)
     return labels
@@ -74,9 +76,10 @@ def pack_texts(
         with each text), and the labels; int32 (B, T) each.
 
     Raises:
-        ValueError: no text, an empty one, or one that is longer than `length`.
+        ValueError: no text, an empty one, one that is longer than `length`, or ids below 0.
     """
     _validation.positive_integers(length=length)
+    _validation.not_negative(pad_id=pad_id)
     rows: list[list[np.ndarray]] = []
     room: list[int] = []
     for number, text in enumerate(texts):
@@ -85,6 +88,7 @@ def pack_texts(
             raise ValueError(f"`texts` must be rows of at least one id. Received: text {number} is {text!r:.80}")
         if len(ids) > length:
             raise ValueError(f"`texts` must have at most length={length} ids. Received: {len(ids)} in text {number}")
+        _validation.check_ids(ids[None], np.iinfo(np.int32).max, "texts", first_row=number)
         row = next((row for row, left in enumerate(room) if left >= len(ids)), len(rows))
         if row == len(rows):
             rows.append([])

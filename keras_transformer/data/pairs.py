@@ -86,9 +86,7 @@ class SentencePairs(keras.utils.PyDataset):
             "target_vocabulary_size": target_vocabulary_size,
         }
         _validation.positive_integers(**{name: value for name, value in given.items() if value is not None})
-        for name, value in (("seed", seed), ("start_id", start_id)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-                raise ValueError(f"`{name}` must be an integer of at least 0. Received: {name}={value!r}")
+        _validation.not_negative(seed=seed, start_id=start_id)
         if target_vocabulary_size is not None:
             _validation.check_ids(np.array([start_id]), target_vocabulary_size, "start_id")
         if lengths is not None:

@@ -78,6 +78,7 @@ class GenerationMixin:
             ValueError: an argument outside its range, ids outside the vocabulary (naming value and row), a row without
                 tokens, or a length over the model's limit.
         """
+        _check_compile(compile)
         request = self.generation_request(inputs, max_new_tokens).asking(
             min_new_tokens=min_new_tokens,
             temperature=temperature,
@@ -124,6 +125,7 @@ class GenerationMixin:
 
         On TensorFlow and JAX one step is compiled. The arguments are checked at once, not with the first token.
         """
+        _check_compile(compile)
         request = self.generation_request(inputs, max_new_tokens).asking(
             min_new_tokens=min_new_tokens,
             temperature=temperature,
@@ -139,3 +141,8 @@ class GenerationMixin:
     def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
         """The checked `inputs`, and how many tokens a row gets at most."""
         raise NotImplementedError
+
+
+def _check_compile(compile):
+    if compile not in (None, True, False):
+        raise ValueError(f"`compile` must be True, False or None. Received: compile={compile!r}")

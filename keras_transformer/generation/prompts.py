@@ -49,7 +49,11 @@ def prompt_request(
             raise ValueError(
                 f'`inputs` must be ids, or a dict of "token_ids" and "padding_mask". Received: {sorted(prompts)}'
             )
-        prompts, mask = prompts["token_ids"], np.asarray(prompts["padding_mask"])
+        prompts, mask = prompts["token_ids"], prompts["padding_mask"]
+        if isinstance(mask, list | tuple):
+            if any(np.ndim(row) != 1 or len(row) != len(mask[0]) for row in mask):
+                raise ValueError("`padding_mask` must be a rectangle (B, P). Received: rows of unequal length")
+        mask = np.asarray(mask)
     ids = id_batch(prompts, "inputs")
     if mask is None:
         mask = np.ones(ids.shape, bool) if pad_id is None else ids != pad_id

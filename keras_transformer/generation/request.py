@@ -142,13 +142,16 @@ def source_request(
     return Request({"source": source}, start, start[:, None], max_new_tokens, vocabulary_size, limit, rules)
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def _number(value, name, expected, whole=False, least=None, above=None, most=None):
-    """Refuses what is not a finite number, or an integer if `whole`, within the bounds."""
+    """Refuses what is not a finite number of float32, or an integer if `whole`, within the bounds."""
     kinds = int | np.integer if whole else int | float | np.integer | np.floating
     if (
         isinstance(value, bool)
         or not isinstance(value, kinds)
-        or not np.isfinite(value)
+        or not -_LARGEST <= value <= _LARGEST
         or (least is not None and value < least)
         or (above is not None and value <= above)
         or (most is not None and value > most)

@@ -23,6 +23,13 @@ from keras_transformer.layers.masks import padding_mask_of
 NORMS = {"layer": keras.layers.LayerNormalization, "rms": keras.layers.RMSNormalization}
 
 
+def check_norm(norm: str, norm_epsilon: float) -> None:
+    """Raises ValueError unless the kind of norm is known and the epsilon positive."""
+    positive_numbers(norm_epsilon=norm_epsilon)
+    if norm not in NORMS:
+        raise ValueError(f"`norm` must be one of {sorted(NORMS)}. Received: norm={norm!r}")
+
+
 class Configured(keras.layers.Layer):
     """The arguments that blocks and stacks share."""
 
@@ -44,9 +51,7 @@ class Configured(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        positive_numbers(norm_epsilon=norm_epsilon)
-        if norm not in NORMS:
-            raise ValueError(f"`norm` must be one of {sorted(NORMS)}. Received: norm={norm!r}")
+        check_norm(norm, norm_epsilon)
         self.supports_masking = True
         self.num_heads = num_heads
         self.d_ff = d_ff

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_transformer._validation import check_length, positive_integers, positive_numbers
@@ -16,7 +17,10 @@ from keras_transformer.layers import (
     MultiHeadSelfAttention,
     SinusoidalPositionalEncoding,
 )
+from keras_transformer.losses import NO_LABEL, MaskedCrossentropy
+from keras_transformer.metrics import MaskedAccuracy
 from keras_transformer.ops import positions as token_positions
+from keras_transformer.ops.attention import agree
 
 
 class BaseModel(keras.Model):
@@ -65,6 +69,11 @@ class BaseModel(keras.Model):
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.optimizer is not None:
             self.optimizer.build(self.trainable_variables)
+
+    @property
+    def vocabulary_sizes(self) -> dict[str, int]:
+        """The number of ids of each input that holds such, and of the labels, as `callbacks.CheckIds` asks for them."""
+        return {}
 
     def default_loss(self) -> Any:
         """The loss that `compile` takes if it is given none."""
@@ -126,8 +135,8 @@ class BaseModel(keras.Model):
         if self.max_length is not None and length is not None:
             check_length(length, self.max_length, name)
 
-    def _as_ids(self, inputs):
-        """Ids by name, each (B, T), as int32.
+    def _as_ids(self, inputs, together=True):
+        """Ids by name, each (B, T), as int32; all of one shape, where they belong together (`together`).
 
         Cast, not refused, as Keras' own Embedding does: Keras builds a loaded model by calling it on floats.
         """
@@ -136,6 +145,10 @@ class BaseModel(keras.Model):
                 raise ValueError(
                     f"`{name}` must be ids of shape (batch, length). Received: {name}.shape={tuple(ids.shape)}"
                 )
+        shapes = {name: tuple(ids.shape) for name, ids in inputs.items()}
+        first = next(iter(shapes.values()))
+        if together and not all(all(map(agree, shape, first)) for shape in shapes.values()):
+            raise ValueError(f"Inputs must be of one shape (batch, length). Received: shapes {shapes}")
         return {name: ops.cast(ids, "int32") for name, ids in inputs.items()}
 
 
@@ -176,15 +189,39 @@ def positions_of(length: Any, cache: Any, start: Any, positions: Any, attention_
     return token_positions(length, start) if positions is None and start is not None else positions
 
 
+def class_loss(num_classes: int) -> keras.Loss:
+    """Cross-entropy of classes; one that is -100 does not count, and another that there is not makes NaN, everywhere.
+
+    Raises:
+        ValueError: one class, of which the cross-entropy is 0 whatever the model says.
+    """
+    if num_classes == 1:
+        raise ValueError(
+            "`compile` without a `loss` needs 2 classes or more; give a loss, such as 'mse'. Received: num_classes=1"
+        )
+    return MaskedCrossentropy(label_smoothing=0.0, ignore_id=NO_LABEL)
+
+
+def class_accuracy() -> list[keras.Metric]:
+    """The share of right classes among those that count."""
+    return [MaskedAccuracy(ignore_id=NO_LABEL, name="accuracy")]
+
+
 @contextlib.contextmanager
 def seeded(seed: int | None):
-    """Makes initializers that have no seed of their own follow from `seed`, and leaves the global state alone."""
+    """Makes initializers that have no seed of their own follow from `seed`, and leaves the global state alone.
+
+    Raises:
+        ValueError: a `seed` that is no integer.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer)):
+        raise ValueError(f"`seed` must be an integer or None. Received: seed={seed!r}")
     if seed is None:
         yield
         return
     # Where Keras takes a seed from, when none is given: what `keras.utils.set_random_seed` sets.
     state = random.getstate()
-    random.seed(seed)
+    random.seed(int(seed))
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_transformer._validation import check_ids, positive_integers, rates
+from keras_transformer._validation import check_ids, positive_integers, positive_numbers, rates
 from keras_transformer.generation.backends import Generator
 from keras_transformer.generation.mixin import GenerationMixin
 from keras_transformer.generation.prompts import prompt_request, prompt_rules
@@ -116,6 +116,8 @@ class CausalLM(GenerationMixin, BaseModel):
     ):
         super().__init__(**kwargs)
         positive_integers(vocabulary_size=vocabulary_size, d_model=d_model, num_heads=num_heads)
+        if position_encoding == "rotary":
+            _check_rotary(rotary_width, rotary_base, rotary_scaling, head_dim or d_model // num_heads)
         rates(dropout=dropout)
         check_positions(position_encoding, ("learned", "sinusoidal", "rotary", None), max_length)
         for name, given in (("end_id", end_id), ("pad_id", pad_id)):
@@ -168,8 +170,8 @@ class CausalLM(GenerationMixin, BaseModel):
             self.build()
         self._frequencies = None
         if position_encoding == "rotary":
-            width = self.decoder.blocks[0].self_attention.kv_shape[1]
-            self._frequencies = rotary_frequencies(rotary_width or width, rotary_base, rotary_scaling)
+            width = rotary_width or self.decoder.blocks[0].self_attention.kv_shape[1]
+            self._frequencies = rotary_frequencies(width, rotary_base, rotary_scaling)
         self._generator = Generator(self)
 
     def build(self, input_shape=None):
@@ -271,6 +273,11 @@ class CausalLM(GenerationMixin, BaseModel):
         )
 
     @property
+    def vocabulary_sizes(self) -> dict[str, int]:
+        """The number of ids of the input and of the labels."""
+        return {"token_ids": self.vocabulary_size, "labels": self.vocabulary_size}
+
+    @property
     def rules(self) -> Rules:
         """What ends a text, and what follows the end."""
         return prompt_rules(self.end_id, self.pad_id)
@@ -333,3 +340,27 @@ class CausalLM(GenerationMixin, BaseModel):
                 f"Received: {sorted(given)}"
             )
         return self._as_ids(given)
+
+
+def _check_rotary(width, base, scaling, head_dim):
+    """Raises ValueError on what no head of `head_dim` entries can be rotated by."""
+    if width is None:
+        positive_integers(head_dim=head_dim)
+        if head_dim % 2:
+            raise ValueError(
+                "Rotary positions need an even `head_dim` (`d_model / num_heads`), or a `rotary_width`. "
+                f"Received: head_dim={head_dim}"
+            )
+    else:
+        positive_integers(rotary_width=width)
+        if width % 2 or width > head_dim:
+            raise ValueError(
+                f"`rotary_width` must be even and at most head_dim={head_dim}. Received: rotary_width={width}"
+            )
+    positive_numbers(rotary_base=base)
+    if scaling is None:
+        return
+    if not isinstance(scaling, dict):
+        raise ValueError(f"`rotary_scaling` must be a dict or None. Received: rotary_scaling={scaling!r}")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    positive_numbers(**{f"rotary_scaling[{name!r}]": scaling[name] for name in names if name in scaling})

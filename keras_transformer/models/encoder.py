@@ -10,13 +10,15 @@ from keras import ops
 
 from keras_transformer._validation import check_ids, positive_integers, rates
 from keras_transformer.layers import TokenEmbedding, TransformerEncoder
-from keras_transformer.layers.blocks import NORMS, call_layer
+from keras_transformer.layers.blocks import NORMS, call_layer, check_norm
 from keras_transformer.layers.feed_forward import activation_of
-from keras_transformer.losses import NO_LABEL, MaskedCrossentropy
+from keras_transformer.losses import NO_LABEL
 from keras_transformer.metrics import MaskedAccuracy
 from keras_transformer.models.base import (
     BaseModel,
     check_positions,
+    class_accuracy,
+    class_loss,
     keep_arguments,
     kept_arguments,
     position_layer,
@@ -92,6 +94,7 @@ class Encoder(BaseModel):
         super().__init__(**kwargs)
         positive_integers(vocabulary_size=vocabulary_size, d_model=d_model)
         rates(dropout=dropout)
+        check_norm(norm, norm_epsilon)
         if num_token_types != 0:
             positive_integers(num_token_types=num_token_types)
         check_positions(position_encoding, ("learned", "sinusoidal", None), max_length)
@@ -174,6 +177,12 @@ class Encoder(BaseModel):
         (x,) = call_layer(self.embedding_dropout, x, training)
         return call_layer(self.encoder, x, training, padding_mask=self.mask(token_ids))[0]
 
+    @property
+    def vocabulary_sizes(self) -> dict[str, int]:
+        """The number of ids of each input."""
+        sizes = {"token_ids": self.vocabulary_size}
+        return {**sizes, "token_types": self.num_token_types} if self.num_token_types else sizes
+
     def mask(self, token_ids: Any) -> Any:
         """The padding mask (B, T) of ids (B, T), True for real tokens; None if there is no padding id."""
         return None if self.pad_id is None else ops.not_equal(token_ids, self.pad_id)
@@ -237,6 +246,12 @@ class _Head(BaseModel):
         """What the model takes."""
         return self.encoder.inputs
 
+    @property
+    def vocabulary_sizes(self) -> dict[str, int]:
+        """The number of ids of each input, and of the labels where those are ids or classes."""
+        labels = getattr(self, "num_classes", None)
+        return self.encoder.vocabulary_sizes | ({} if labels is None else {"labels": labels})
+
     def enable_lora(self, rank: int, alpha: float | None = None) -> None:
         """As `BaseModel.enable_lora`, of the encoder; the weights that were put on it are trained as before."""
         self.encoder.enable_lora(rank, alpha)
@@ -257,7 +272,7 @@ class _TokenHead(_Head):
 
     def default_loss(self) -> Any:
         """Cross-entropy over the places whose label is not -100."""
-        return MaskedCrossentropy(label_smoothing=0.0, ignore_id=NO_LABEL)
+        return class_loss(self.vocabulary_sizes["labels"])
 
     def default_metrics(self) -> Any:
         """Accuracy over the same places."""
@@ -288,6 +303,11 @@ class MaskedLM(_TokenHead):
         self.bias = self.add_weight(shape=(encoder.vocabulary_size,), initializer="zeros", name="bias")
         self.built = True
 
+    @property
+    def vocabulary_sizes(self) -> dict[str, int]:
+        """The number of ids of each input, and of the labels."""
+        return super().vocabulary_sizes | {"labels": self.encoder.vocabulary_size}
+
     def call(self, inputs, training=None):
         """Logits (B, T, V)."""
         (x,) = call_layer(self.encoder, inputs, training)
@@ -315,6 +335,7 @@ class TokenClassifier(_TokenHead):
     def __init__(self, encoder: Encoder, num_classes: int, dropout: float = 0.1, **kwargs):
         super().__init__(encoder, **kwargs)
         positive_integers(num_classes=num_classes)
+        rates(dropout=dropout)
         self.num_classes = num_classes
         self.dropout = dropout
         self.output_dropout = keras.layers.Dropout(dropout, dtype=self.dtype_policy, name="output_dropout")
@@ -359,6 +380,7 @@ class SequenceClassifier(_Head):
     ):
         super().__init__(encoder, **kwargs)
         positive_integers(num_classes=num_classes)
+        rates(dropout=dropout)
         check_pooling(pooling)
         self.num_classes = num_classes
         self.pooling = pooling
@@ -388,12 +410,12 @@ class SequenceClassifier(_Head):
         return (self.encoder.compute_output_shape(input_shape)[0], self.num_classes)
 
     def default_loss(self) -> Any:
-        """Cross-entropy."""
-        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        """Cross-entropy; texts whose label is -100 do not count."""
+        return class_loss(self.num_classes)
 
     def default_metrics(self) -> Any:
-        """Accuracy."""
-        return ["accuracy"]
+        """Accuracy over the same texts."""
+        return class_accuracy()
 
     def get_config(self):
         return {

@@ -117,6 +117,8 @@ class Transformer(GenerationMixin, BaseModel):
     ):
         super().__init__(**kwargs)
         positive_integers(source_vocabulary_size=source_vocabulary_size, target_vocabulary_size=target_vocabulary_size)
+        if num_decoder_layers is not None:
+            positive_integers(num_decoder_layers=num_decoder_layers)
         rates(dropout=dropout)
         if share_embeddings and source_vocabulary_size != target_vocabulary_size:
             raise ValueError(
@@ -396,7 +398,7 @@ class Transformer(GenerationMixin, BaseModel):
         if not isinstance(inputs, dict) or set(inputs) != {"source", "target"}:
             received = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
             raise ValueError(f'Inputs must be a dict of "source" and "target". Received: {received}')
-        ids = self._as_ids(inputs)
+        ids = self._as_ids(inputs, together=False)
         for name in ids:
             self._check_length(ids[name].shape[1], f"{name} length")
         if not agree(inputs["source"].shape[0], inputs["target"].shape[0]):

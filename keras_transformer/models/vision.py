@@ -10,7 +10,14 @@ from keras import ops
 from keras_transformer._validation import positive_integers, rates
 from keras_transformer.layers import LearnedPositionalEncoding, TransformerEncoder
 from keras_transformer.layers.blocks import call_layer
-from keras_transformer.models.base import BaseModel, keep_arguments, kept_arguments, seeded
+from keras_transformer.models.base import (
+    BaseModel,
+    class_accuracy,
+    class_loss,
+    keep_arguments,
+    kept_arguments,
+    seeded,
+)
 from keras_transformer.models.encoder import check_pooling, pool
 from keras_transformer.models.presets import VISION
 
@@ -147,7 +154,10 @@ class VisionTransformer(BaseModel):
 
     def call(self, inputs, training=None):
         """Logits (B, num_classes), or vectors (B, patches, d_model), of images (B, height, width, channels)."""
-        inputs = inputs["images"] if isinstance(inputs, dict) else inputs
+        if isinstance(inputs, dict):
+            if set(inputs) != {"images"}:
+                raise ValueError(f'Inputs must be images, or a dict of "images". Received: {sorted(inputs)}')
+            inputs = inputs["images"]
         expected = (*self.image_size, self.channels)
         if tuple(inputs.shape[1:]) != expected:
             raise ValueError(
@@ -178,12 +188,17 @@ class VisionTransformer(BaseModel):
         return (input_shape[0], self.num_classes)
 
     def default_loss(self) -> Any:
-        """Cross-entropy."""
-        return None if self.num_classes is None else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        """Cross-entropy; images whose label is -100 do not count."""
+        return None if self.num_classes is None else class_loss(self.num_classes)
 
     def default_metrics(self) -> Any:
-        """Accuracy."""
-        return None if self.num_classes is None else ["accuracy"]
+        """Accuracy over the same images."""
+        return None if self.num_classes is None else class_accuracy()
+
+    @property
+    def vocabulary_sizes(self) -> dict[str, int]:
+        """The number of labels."""
+        return {} if self.num_classes is None else {"labels": self.num_classes}
 
     def enable_lora(self, rank: int, alpha: float | None = None) -> None:
         """As `BaseModel.enable_lora`; the output layer, whose classes may be new, is trained as before."""

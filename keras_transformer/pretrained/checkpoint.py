@@ -21,6 +21,9 @@ except ImportError as error:
     ) from error
 
 
+_OLDER_NAMES = {"weight": "gamma", "bias": "beta"}
+
+
 class Checkpoint:
     """The configuration and the tensors of a folder. Nothing is unpickled; other formats are refused.
 
@@ -37,11 +40,17 @@ class Checkpoint:
 
     def __init__(self, directory: str | os.PathLike):
         self.directory = pathlib.Path(directory)
-        self.config = self._read_json("config.json")
+        self.config = self.read_json("config.json")
         self._files = self._find_files()
         self._used: set[str] = set()
 
-    def _read_json(self, name):
+    def read_json(self, name: str, kind: type = dict) -> Any:
+        """The content of a JSON file of the folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, or holds something else than a `kind`.
+        """
         path = self.directory / name
         if not path.is_file():
             raise FileNotFoundError(f"{self.directory} holds no {name}.")
@@ -49,8 +58,8 @@ class Checkpoint:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{path} must hold an object. Received: {type(content).__name__}")
+        if not isinstance(content, kind):
+            raise ValueError(f"{path} must hold a {kind.__name__}. Received: {type(content).__name__}")
         return content
 
     def _find_files(self):
@@ -58,7 +67,12 @@ class Checkpoint:
         if (self.directory / "model.safetensors").is_file():
             names = ["model.safetensors"]
         elif (self.directory / "model.safetensors.index.json").is_file():
-            names = sorted(set(self._read_json("model.safetensors.index.json")["weight_map"].values()))
+            places = self.read_json("model.safetensors.index.json").get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+                raise ValueError(
+                    f"{self.directory / 'model.safetensors.index.json'} must give a `weight_map` from tensors to files."
+                )
+            names = sorted(set(places.values()))
         else:
             others = sorted(path.name for path in self.directory.glob("*.bin"))
             advice = f" It holds {', '.join(others)}: convert that to safetensors first." if others else ""
@@ -84,9 +98,15 @@ class Checkpoint:
     def take(self, key: str, shape: Sequence[int] | None = None) -> np.ndarray:
         """The tensor called `key`, which then counts as used.
 
+        Norms of models that came from TensorFlow, such as BERT's own, have `gamma` and `beta` in place of `weight` and
+        `bias`.
+
         Raises:
             ValueError: there is none, or its shape is not `shape`.
         """
+        base, _, last = key.rpartition(".")
+        older = f"{base}.{_OLDER_NAMES.get(last)}"
+        key = older if key not in self._files and older in self._files else key
         if key not in self._files:
             near = difflib.get_close_matches(key, self.keys(), 3)
             raise ValueError(f"{self.directory} has no tensor {key!r}; the nearest names are {near}.")
@@ -109,15 +129,22 @@ class Checkpoint:
                 f"{self.directory} has tensors that the model has no place for: {', '.join(rest[:8])}{more}."
             )
 
-    def setting(self, *names: str, default: Any = ...) -> Any:
+    def setting(self, *names: str, default: Any = ..., kind: type | tuple[type, ...] = object) -> Any:
         """The first of the entries `names` that the configuration has.
 
         Raises:
-            ValueError: it has none of them, and there is no default.
+            ValueError: it has none of them, and there is no default; or what it has is not of the `kind`.
         """
         for name in names:
-            if self.config.get(name) is not None:
-                return self.config[name]
+            value = self.config.get(name)
+            if value is not None:
+                if not isinstance(value, kind):
+                    kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+                    raise ValueError(
+                        f"{name!r} must be of type {kinds}. "
+                        f"Received: {name}={value!r} in {self.directory / 'config.json'}"
+                    )
+                return value
         if default is ...:
             raise ValueError(f"{self.directory / 'config.json'} must give {' or '.join(map(repr, names))}.")
         return default

@@ -1,9 +1,10 @@
-"""Models that generate: GPT-2, Llama, Mistral, BART and Marian."""
+"""Models that generate: GPT-2, Llama, Mistral, Qwen2, BART and Marian."""
 
 from __future__ import annotations
 
 import re
 
+from keras_transformer._validation import positive_integers
 from keras_transformer.models import CausalLM, Transformer
 from keras_transformer.pretrained.parts import Part, activation, block_parts, output_parts, prefix
 
@@ -61,17 +62,26 @@ _LLAMA_BLOCK = {
 }
 
 
+def qwen2(checkpoint, arguments):
+    """Qwen2 (https://arxiv.org/abs/2407.10671): Llama with biases of queries, keys and values alone."""
+    checkpoint.only("use_sliding_window", False)
+    return llama(checkpoint, {"use_bias": True, "sliding_window": None, **arguments})
+
+
 def llama(checkpoint, arguments):
-    """Llama (https://arxiv.org/abs/2302.13971), and Mistral (https://arxiv.org/abs/2310.06825)."""
-    bias = checkpoint.setting("attention_bias", default=False)
-    checkpoint.only("mlp_bias", bias)
+    """Llama (https://arxiv.org/abs/2302.13971), and Mistral (https://arxiv.org/abs/2310.06825).
+
+    Biases that only some of the projections have are zero in the others.
+    """
+    bias = any(checkpoint.setting(name, default=False) for name in ("attention_bias", "mlp_bias"))
     # Newer files have all that concerns rotation in one place.
     rotary = {
         "rope_theta": checkpoint.setting("rope_theta", default=10000.0),
         "partial_rotary_factor": checkpoint.setting("partial_rotary_factor", default=1.0),
-        **checkpoint.setting("rope_parameters", "rope_scaling", default={}),
+        **checkpoint.setting("rope_parameters", "rope_scaling", default={}, kind=dict),
     }
     d_model, num_heads = checkpoint.setting("hidden_size"), checkpoint.setting("num_attention_heads")
+    positive_integers(hidden_size=d_model, num_attention_heads=num_heads)
     head_dim = checkpoint.setting("head_dim", default=d_model // num_heads)
     model = CausalLM(
         **{
@@ -102,7 +112,7 @@ def llama(checkpoint, arguments):
     base = prefix(checkpoint, "model", "embed_tokens.weight")
     parts = [Part(model.embedding, f"{base}embed_tokens")]
     for i, block in enumerate(model.decoder.blocks):
-        parts += block_parts(block, f"{base}layers.{i}", _LLAMA_BLOCK)
+        parts += block_parts(block, f"{base}layers.{i}", _LLAMA_BLOCK, biased=False)
     parts.append(Part(model.decoder.final_norm, f"{base}norm"))
     return model, parts + output_parts(model), (*_tied(model), r"(.*\.)?rotary_emb\.inv_freq")
 
@@ -139,10 +149,10 @@ def marian(checkpoint, arguments):
 
 def _bart_like(checkpoint, arguments):
     checkpoint.only("share_encoder_decoder_embeddings", True)
+    checkpoint.only("tie_word_embeddings", True)
     for name in ("ffn_dim", "attention_heads"):
         checkpoint.only(f"decoder_{name}", checkpoint.setting(f"encoder_{name}"))
     size = checkpoint.setting("vocab_size")
-    tied = checkpoint.setting("tie_word_embeddings", default=True)
     model = Transformer(
         **{
             "source_vocabulary_size": size,
@@ -156,7 +166,6 @@ def _bart_like(checkpoint, arguments):
             "dropout": checkpoint.setting("dropout", default=0.1),
             "activation": activation(checkpoint, "activation_function"),
             "norm_epsilon": 1e-5,
-            "tie_output": tied,
             "max_length": checkpoint.setting("max_position_embeddings"),
             "scale_embedding": checkpoint.setting("scale_embedding", default=False),
             "output_bias": "final_logits_bias" in checkpoint,
@@ -183,18 +192,19 @@ def _bart_like(checkpoint, arguments):
     if model.logits_bias is not None:
         parts.append(Part(model.logits_bias, "final_logits_bias", change=lambda bias: bias[0]))
     # The one table is stored again under each of its names by some, as is what can be computed.
-    ignored = [re.escape(f"{name}.weight") for name in names[: 4 if tied else 3]]
+    ignored = [re.escape(f"{name}.weight") for name in names]
     if model.position_encoding != "learned":
         ignored.append(r".*embed_positions\.weight")
     return model, parts + output_parts(model), ignored
 
 
 def _ids(checkpoint):
-    """The ids of padding and end."""
-    end = checkpoint.setting("eos_token_id", default=None)
+    """The ids of padding and end; a negative one, as the first Llamas have, stands for none."""
+    end = checkpoint.setting("eos_token_id", default=None, kind=(int, list))
+    pad = checkpoint.setting("pad_token_id", default=None, kind=int)
     return {
-        "end_id": tuple(end) if isinstance(end, list) else end,
-        "pad_id": checkpoint.setting("pad_token_id", default=None),
+        "end_id": (tuple(end) or None) if isinstance(end, list) else end,
+        "pad_id": None if pad is None or pad < 0 else pad,
     }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from keras_transformer.models import (
     Encoder,
     MaskedLM,
@@ -149,12 +147,13 @@ def _encoder(checkpoint, arguments, head, hidden_activation, **settings):
     own = {name: arguments.pop(name) for name in ("num_classes", "pooling", "normalize") if name in arguments}
     settings = {"vocabulary_size": checkpoint.setting("vocab_size"), **settings, **arguments}
     encoder = Encoder(**settings)
-    classes = len(checkpoint.setting("id2label", default={"0": "", "1": ""}))
+    classes = len(checkpoint.setting("id2label", default={"0": "", "1": ""}, kind=dict))
     dropout = checkpoint.setting("classifier_dropout", "seq_classif_dropout", default=settings["dropout"])
     sentences = checkpoint.directory / "modules.json"
     if sentences.is_file():
         model = SentenceEncoder(encoder, **{**_sentence_settings(checkpoint), **own})
     elif head in ("ForMaskedLM", "ForPreTraining"):
+        checkpoint.only("tie_word_embeddings", True)
         model = MaskedLM(encoder, activation=settings["activation"], **own)
     elif head == "ForSequenceClassification":
         checkpoint.only("problem_type", None, "single_label_classification")
@@ -164,6 +163,11 @@ def _encoder(checkpoint, arguments, head, hidden_activation, **settings):
     elif head == "ForTokenClassification":
         model = TokenClassifier(encoder, **{"num_classes": classes, "dropout": dropout, **own})
     elif not head:
+        if own:
+            raise ValueError(
+                f"{checkpoint.directory} is an encoder with nothing on it, that takes none of {sorted(own)}. Put a "
+                "model such as `models.SequenceClassifier` on it."
+            )
         model = encoder
     else:
         raise ValueError(
@@ -175,19 +179,22 @@ def _encoder(checkpoint, arguments, head, hidden_activation, **settings):
 
 def _sentence_settings(checkpoint):
     """Pooling and normalisation, as sentence-transformers wrote them."""
-    modules = json.loads((checkpoint.directory / "modules.json").read_text(encoding="utf-8"))
-    kinds = [module["type"].rpartition(".")[2] for module in modules]
+    modules = checkpoint.read_json("modules.json", list)
+    entries = [module if isinstance(module, dict) else {} for module in modules]
+    kinds = [str(module.get("type")).rpartition(".")[2] for module in entries]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ValueError(
             f"{checkpoint.directory / 'modules.json'} must name a Transformer, a Pooling and at most a Normalize. "
             f"Received: {kinds}"
         )
-    path = checkpoint.directory / modules[1]["path"] / "config.json"
-    pooling = json.loads(path.read_text(encoding="utf-8"))
-    chosen = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value]
-    known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    name = f"{entries[1].get('path', '')}/config.json"
+    pooling = checkpoint.read_json(name)
+    # Newer versions name the mode, older ones have a switch for each.
+    chosen = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value]
+    chosen = chosen or [pooling.get("pooling_mode")]
+    known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "mean": "mean", "cls": "cls"}
     if len(chosen) != 1 or chosen[0] not in known:
-        raise ValueError(f"{path} must choose one of {sorted(known)}. Received: {chosen}")
+        raise ValueError(f"{checkpoint.directory / name} must choose one of {sorted(known)}. Received: {chosen}")
     return {"pooling": known[chosen[0]], "normalize": "Normalize" in kinds}
 
 
@@ -210,7 +217,7 @@ def vit(checkpoint, arguments):
     """Vision Transformer (https://arxiv.org/abs/2010.11929)."""
     checkpoint.only("qkv_bias", True)
     head = architecture(checkpoint)
-    classes = len(checkpoint.setting("id2label", default={"0": "", "1": ""})) if head else None
+    classes = len(checkpoint.setting("id2label", default={"0": "", "1": ""}, kind=dict)) if head else None
     model = VisionTransformer(
         **{
             "num_classes": classes,

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_transformer.pretrained.checkpoint import Checkpoint
-from keras_transformer.pretrained.decoders import bart, gpt2, llama, marian
+from keras_transformer.pretrained.decoders import bart, gpt2, llama, marian, qwen2
 from keras_transformer.pretrained.encoders import bert, distilbert, roberta, vit
 from keras_transformer.pretrained.parts import Part
 
@@ -23,6 +23,7 @@ FAMILIES = {
     "llama": llama,
     "marian": marian,
     "mistral": llama,
+    "qwen2": qwen2,
     "roberta": roberta,
     "vit": vit,
 }
@@ -33,8 +34,8 @@ def load(directory: str | os.PathLike, dtype: Any = None, **arguments: Any) -> k
 
     The class follows from the folder: `models.Encoder` and its heads (BERT, RoBERTa, DistilBERT, and what has their
     shape), `models.SentenceEncoder` if the folder is one of sentence-transformers, `models.CausalLM` (GPT-2, Llama,
-    Mistral), `models.Transformer` (BART, Marian), `models.VisionTransformer` (ViT). Every tensor of the folder has to
-    find its place, and every weight of the model its tensor.
+    Mistral, Qwen2), `models.Transformer` (BART, Marian), `models.VisionTransformer` (ViT). Every tensor of the folder
+    has to find its place, and every weight of the model its tensor.
 
     Args:
         directory: the folder. Nothing is downloaded, nothing is unpickled.
@@ -47,7 +48,7 @@ def load(directory: str | os.PathLike, dtype: Any = None, **arguments: Any) -> k
             or has another shape (the message names it).
     """
     checkpoint = Checkpoint(directory)
-    kind = checkpoint.setting("model_type")
+    kind = checkpoint.setting("model_type", kind=str)
     if kind not in FAMILIES:
         raise ValueError(
             f"{checkpoint.directory / 'config.json'} must be of a `model_type` of {sorted(FAMILIES)}. "

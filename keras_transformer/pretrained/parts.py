@@ -32,6 +32,7 @@ class Part:
         stored: how a kernel is stored: `"out_in"`, as torch's Linear has it, or `"in_out"`.
         share: (i, n): the i-th of n equal parts of what is stored, along the outputs.
         change: applied to a stored weight (not to a bias).
+        biased: whether there has to be a bias where the layer has one; otherwise one that is not there is zero.
     """
 
     target: Any
@@ -39,6 +40,7 @@ class Part:
     stored: str = "out_in"
     share: tuple[int, int] = (0, 1)
     change: Callable[[np.ndarray], np.ndarray] | None = None
+    biased: bool = True
 
     def weights(self) -> Iterator[tuple[Any, str, Callable]]:
         """Each weight with its tensor's name and a function that reads it from a `Checkpoint`."""
@@ -50,6 +52,8 @@ class Part:
             yield weight, key, lambda checkpoint, key=key: self._read(checkpoint, key)
 
     def _read(self, checkpoint, key):
+        if key.endswith(".bias") and not self.biased and key not in checkpoint:
+            return np.zeros(self.target.units, "float32")
         array = checkpoint.take(key)
         if key.endswith(".bias"):
             return np.split(array, self.share[1])[self.share[0]]
@@ -69,7 +73,7 @@ def activation(checkpoint, *names: str) -> str:
     Raises:
         ValueError: an unknown one.
     """
-    name = checkpoint.setting(*names)
+    name = checkpoint.setting(*names, kind=str)
     if name not in ACTIVATIONS:
         raise ValueError(
             f"{names[0]!r} must be one of {sorted(ACTIVATIONS)}. "
@@ -80,8 +84,8 @@ def activation(checkpoint, *names: str) -> str:
 
 def architecture(checkpoint) -> str:
     """What the weights were saved with: `"ForMaskedLM"` and the like; an empty string for the base model."""
-    name = checkpoint.setting("architectures", default=[""])[0]
-    found = re.search(r"For[A-Z].*", name)
+    names = checkpoint.setting("architectures", default=[], kind=list)
+    found = re.search(r"For[A-Z].*", str(names[0])) if names else None
     return found[0] if found else ""
 
 
