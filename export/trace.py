@@ -30,6 +30,7 @@ from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.layers import layer as layer_module
 from keras.src.ops import nn, operation_utils
+from keras.src.ops.core import ConvertToTensor
 from keras.src.ops.numpy import (
     BitwiseAnd,
     BitwiseLeftShift,
@@ -127,21 +128,30 @@ def record(
     for layer in root.values() if isinstance(root, dict) else [root]:
         _sync_jax_state(layer)
     names = _Names(root)
-    recordings = []
     with _patched(), _keras_names_restored():
-        for size in sizes:
-            tracer = _Tracer(size, names, keep_whole)
-            recordings.append(tracer.run(function, inputs))
-    return recordings
+        try:
+            return [_Tracer(size, names, keep_whole).run(function, inputs) for size in sizes]
+        except _BackendAsked as error:
+            failure = error.__cause__
+        try:
+            return [_Tracer(size, names, keep_whole, neutral=False).run(function, inputs) for size in sizes]
+        except TraceError:
+            raise failure from None
+
+
+class _BackendAsked(Exception):
+    """A trace failed in which layer code was told of another backend."""
 
 
 class _Tracer:
     """Records one trace."""
 
-    def __init__(self, sizes: Sizes, names: _Names, keep_whole):
+    def __init__(self, sizes: Sizes, names: _Names, keep_whole, neutral: bool = True):
         self.sizes = sizes
         self.names = names
         self.keep_whole = keep_whole
+        self.neutral = neutral
+        self.asked = False
         self.paths = [""]
         self.opaque = 0
         self.calls: list[Call] = []
@@ -159,13 +169,17 @@ class _Tracer:
             symbols = [self._symbol(tensor) for tensor in tree.flatten(tensors)]
             outputs = function(*tensors)
         except Exception as error:
-            if isinstance(error, TraceError):
-                raise
-            where = f" in layer '{self.paths[-1]}'" if self.paths[-1] else ""
-            raise TraceError(
-                f"The model fails on symbolic tensors{where}{_failing_line(error)}, traced at sizes {self.sizes}. "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            failure = error
+            if not isinstance(error, TraceError):
+                where = f" in layer '{self.paths[-1]}'" if self.paths[-1] else ""
+                failure = TraceError(
+                    f"The model fails on symbolic tensors{where}{_failing_line(error)}, traced at sizes {self.sizes}. "
+                    f"{type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+            if self.asked:
+                raise _BackendAsked from failure
+            raise failure
         finally:
             _ACTIVE.tracer = previous
             global_state.set_global_attribute("current_call_ctx", context)
@@ -209,6 +223,12 @@ class _Tracer:
         """A tensor made from numbers alone."""
         output = keras.KerasTensor(shape, dtype)
         self._call(name, None, {}, (), arguments, output)
+        return output
+
+    def weight_tensor(self, variable: KerasVariable, dtype: str) -> keras.KerasTensor:
+        """A weight as a tensor."""
+        output = keras.KerasTensor(variable.shape, dtype)
+        self._call(ConvertToTensor, None, {}, (variable,), {}, output)
         return output
 
     def note(self, comparison: Comparison) -> None:
@@ -403,7 +423,8 @@ _KERAS = os.path.dirname(keras.src.__file__)
 _PLUMBING = tuple(os.path.join(_KERAS, "layers", part) for part in ("layer.py", "input_spec.py"))
 _TORCH_MODULE = os.path.join("torch", "nn", "modules", "module.py")
 _NUMPY = os.path.dirname(np.__file__)
-_OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), part) for part in ("ops", "export"))
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_OURS = tuple(os.path.join(_PACKAGE, part) for part in ("ops", "export"))
 
 
 @functools.cache
@@ -507,6 +528,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     for name in (*_OPERATORS, "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__"):
         if name != "__getitem__":
             yield keras.KerasTensor, name, _plain_number(getattr(keras.KerasTensor, name))
+    for module in (keras.config, keras.backend):
+        yield module, "backend", _neutral(module.backend)
     # Keras leaves `==` out, so that tensors can be looked for in lists: layer code would always read False.
     yield keras.KerasTensor, "__eq__", _equal
     yield nn, "check_conv_input_channels", _check_channels(nn.check_conv_input_channels)
@@ -607,7 +630,12 @@ def _number(original):
     @functools.wraps(original)
     def convert(x, dtype=None, **kwargs):
         tracer = _tracer()
-        if tracer is None or type(x) not in (int, SizedInt) or not _called_by_ops():
+        if tracer is None or not _called_by_ops():
+            return original(x, dtype=dtype, **kwargs)
+        if isinstance(x, KerasVariable) and "float" in keras.backend.standardize_dtype(x.dtype):
+            # What is then computed of a weight alone is left to the graph, which keeps the weight's name.
+            return tracer.weight_tensor(x, keras.backend.standardize_dtype(dtype or x.dtype))
+        if type(x) not in (int, SizedInt):
             return original(x, dtype=dtype, **kwargs)
         dtype = keras.backend.standardize_dtype(dtype or "int32")
         return tracer.source_tensor("full", (), dtype, {"shape": (), "fill_value": x, "dtype": dtype})
@@ -639,6 +667,20 @@ def _plain_number(original):
         return original(self, float(other) if plain else other)
 
     return operator
+
+
+def _neutral(original):
+    """Layer code that asks for the backend may call it directly; of one that it does not know it asks `keras.ops`."""
+
+    @functools.wraps(original)
+    def backend():
+        tracer = _tracer()
+        if tracer is None or not tracer.neutral or sys._getframe(1).f_code.co_filename.startswith((_KERAS, _PACKAGE)):
+            return original()
+        tracer.asked = True
+        return "numpy"
+
+    return backend
 
 
 def _equal(self, other):

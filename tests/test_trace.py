@@ -119,6 +119,15 @@ def test_a_width_that_becomes_a_tensor_may_look_like_a_size():
         assert numbers == [width, 3]
 
 
+def test_what_is_computed_of_weights_alone_is_computed_in_the_graph():
+    layer = layers.Dense(3)
+    layer.build((None, 5))
+    function = Outer(lambda x: ops.matmul(x, ops.transpose(ops.convert_to_tensor(layer.kernel)[:2])))
+    graph = traced(function, width=3)
+    assert [node.kind_name for node in graph.nodes] == ["ConvertToTensor", "GetItem", "Transpose", "Matmul"]
+    assert isinstance(graph.nodes[0].args[0], Weight)
+
+
 def test_a_condition_on_a_size_that_shape_inference_lost_is_refused():
     def lose(x):
         x = x[:, ::1]
@@ -186,6 +195,30 @@ def test_a_size_that_holds_in_a_narrower_range_only_is_refused_with_advice():
 
 def test_a_result_of_unknown_shape_is_refused():
     names_its_place(refused(lambda x: ops.bincount(x[0], minlength=5), "not known before", dtype="int32"))
+
+
+def test_layer_code_that_asks_for_the_backend_is_told_of_none_that_it_would_call():
+    def function(x):
+        if keras.config.backend() in ("tensorflow", "jax", "torch"):
+            raise ValueError("a function of the backend was given a symbolic tensor")
+        return x + 1
+
+    assert [node.kind_name for node in traced(Outer(function)).nodes] == ["Add"]
+    assert keras.config.backend() in ("tensorflow", "jax", "torch")
+
+
+def test_layer_code_that_knows_no_other_backend_is_told_the_own():
+    def function(x):
+        if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
+            raise NotImplementedError("another backend")
+        return x + 1
+
+    assert [node.kind_name for node in traced(Outer(function)).nodes] == ["Add"]
+
+    def failing(x):
+        return function(x) if keras.backend.backend() == "numpy" else x.nothing
+
+    assert "another backend" in refused(failing, "fails on symbolic tensors")
 
 
 def test_a_call_that_fails_names_its_line():

@@ -78,9 +78,17 @@ def _binary(g, node, x1, x2):
         return g.op(logical, to_bool(g, x1), to_bool(g, x2), dtype="bool")
     dtype = compute_dtype(dtype)
     x1, x2 = g.cast(x1, dtype), g.cast(x2, dtype)
+    x1 = _unexpanded(g, x1, x2)
+    x2 = _unexpanded(g, x2, x1)
     if op_type == "Add":
         return add(g, x1, x2)
     return g.op(op_type, x1, x2)
+
+
+def _unexpanded(g, x: Tensor, other: Tensor) -> Tensor:
+    """`x` as it was before it was broadcast to the shape of `other`, which does it anyway."""
+    source = g.producer(x, "Expand")
+    return source[0] if source is not None and x.shape == other.shape else x
 
 
 def add(g: GraphBuilder, x1: Tensor, x2: Tensor) -> Tensor:
