@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import zlib
 from collections import Counter
 from unittest import mock
 
@@ -311,11 +312,14 @@ OTHERS = {
 
 def randomise(model) -> None:
     """Random weights, norms' scales and biases too: from NumPy, so that every backend has the same."""
-    for number, weight in enumerate(model.weights):
+    seen = Counter()
+    # Not by their order, which is not the same on every backend.
+    for weight in model.weights:
         name = weight.path.rsplit("/", 1)[-1]
+        seen[weight.path] += 1
         if "float" not in str(weight.dtype) or not weight.trainable and not name.startswith("moving"):
             continue
-        noise = np.random.default_rng(number).normal(size=weight.shape)
+        noise = np.random.default_rng([zlib.crc32(weight.path.encode()), seen[weight.path]]).normal(size=weight.shape)
         if "variance" in name:
             value = 0.5 + np.abs(noise)
         elif len(weight.shape) > 1:
@@ -411,6 +415,8 @@ def try_out(case: Case, folder: pathlib.Path) -> dict:
     lower = exporter.lower
     result: dict = {}
     try:
+        # Automatic names are counted from the start.
+        keras.backend.clear_session()
         model = case.make()
         path = folder / "model.onnx"
         with mock.patch.object(exporter, "lower", lambda graph, *args: (traced.append(graph), lower(graph, *args))[1]):
@@ -431,7 +437,6 @@ def try_out(case: Case, folder: pathlib.Path) -> dict:
         named = {kind.__name__ for kind in kinds if not kind.__module__.startswith("keras.src.ops.")}
         result["rules"] = sorted(named | {"DotProductAttention"} & {kind.__name__ for kind in kinds})
     result["seconds"] = round(time.perf_counter() - started, 1)
-    keras.backend.clear_session()
     return result
 
 
