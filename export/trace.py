@@ -179,7 +179,7 @@ class _Tracer:
                 failure.__cause__ = error
             if self.asked:
                 raise _BackendAsked from failure
-            raise failure
+            raise failure from failure.__cause__
         finally:
             _ACTIVE.tracer = previous
             global_state.set_global_attribute("current_call_ctx", context)
