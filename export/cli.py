@@ -90,6 +90,12 @@ def parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--max-length", type=int, metavar="N", help="largest size (default: the model's own limit)")
     export.add_argument(
+        "--form",
+        default="fp32",
+        metavar="FORM[,FORM]",
+        help="fp32, or smaller: fp16, int8, int8-weights, int4; of several each becomes DIR/FORM (default: fp32)",
+    )
+    export.add_argument(
         "--target",
         choices=("portable", "onnxruntime", "generator"),
         default="portable",
@@ -229,21 +235,25 @@ def _export(options):
         tokenizer = Tokenizer.load(options.tokenizer)
     from keras_transformer.export import export_onnx
 
-    export_onnx(
-        model,
-        options.directory,
-        min_length=options.min_length,
-        max_length=options.max_length,
-        opset=options.opset,
-        samples=_samples(options.samples),
-        padded_rows=options.padded_rows,
-        tolerance=tuple(options.tolerance),
-        target=options.target,
-        logits=options.logits,
-        tokenizer=tokenizer,
-        force=options.force,
-    )
-    print(f"Wrote {options.directory}")
+    forms = options.form.split(",")
+    for form in forms:
+        directory = options.directory if len(forms) == 1 else os.path.join(options.directory, form)
+        export_onnx(
+            model,
+            directory,
+            min_length=options.min_length,
+            max_length=options.max_length,
+            opset=options.opset,
+            samples=_samples(options.samples),
+            padded_rows=options.padded_rows,
+            tolerance=tuple(options.tolerance),
+            form=form,
+            target=options.target,
+            logits=options.logits,
+            tokenizer=tokenizer,
+            force=options.force,
+        )
+        print(f"Wrote {directory}")
 
 
 def _verify(options):

@@ -10,7 +10,7 @@ import pathlib
 from keras_transformer.export.errors import NotAnExportError
 
 # What `config.json` says of itself: the exporter writes it, this file reads it.
-FORMAT, FORMAT_VERSION = "keras_transformer", 1
+FORMAT, FORMAT_VERSION = "keras_transformer", 2
 
 
 def read_config(directory: str | os.PathLike) -> dict:

@@ -22,6 +22,7 @@ from keras_transformer.export.cached import TARGETS
 from keras_transformer.export.dims import Axis
 from keras_transformer.export.directory import FORMAT, FORMAT_VERSION, file_sha256
 from keras_transformer.export.errors import ExportError, NotAnExportError, VerificationError
+from keras_transformer.export.forms import FORMS, convert
 from keras_transformer.export.genai import write_genai_files
 from keras_transformer.export.generalise import generalise, trace_sizes
 from keras_transformer.export.generator import trace_generator
@@ -50,6 +51,7 @@ def export_onnx(
     samples: Mapping[str, Any] | Callable[[dict[str, int]], Mapping[str, Any]] | None = None,
     padded_rows: str = "exact",
     tolerance: tuple[float, float] = (1e-5, 1e-5),
+    form: str = "fp32",
     target: str = "portable",
     logits: str = "all",
     tokenizer: Any = None,
@@ -79,6 +81,9 @@ def export_onnx(
         samples: inputs to verify with, as for `verify_onnx`; made up if None.
         padded_rows: as for `verify_onnx`.
         tolerance: as for `verify_onnx`.
+        form: `"fp32"`, or a smaller one, `"fp16"`, `"int8"`, `"int8-weights"` or `"int4"`: see `export.forms`. Its
+            outputs are held against Keras' by their cosine (`forms.LEAST_COSINE`); a form that misses it is not
+            written.
         target: of graphs with a cache: `"portable"` has past and present that grow, in standard operators.
             `"onnxruntime"` has a buffer that is written where it lies, through ONNX Runtime's `GroupQueryAttention`,
             which makes steps faster; the runner allocates it. `"generator"` is one graph from prompts to finished ids,
@@ -108,6 +113,7 @@ def export_onnx(
         raise ExportError(f"`logits` must be 'all' or 'last'. Received: logits={logits!r}")
     if target not in TARGETS:
         raise ExportError(f"`target` must be one of {TARGETS}. Received: target={target!r}")
+    _check_form(form, model, target)
     family = _family(model, path, target)
     _check_arguments(
         model,
@@ -134,6 +140,7 @@ def export_onnx(
         raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
     with _staging(path) as folder:
         config = {"kind": "model"} if family is None else family.runner_config(model, max_length, logits, target)
+        config["form"] = form
         weights: dict[str, Weight] = {}
         if family is None:
             graphs = _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names, opset)
@@ -141,7 +148,7 @@ def export_onnx(
             graphs = _cached_graphs(model, family, min_length, max_length, logits, target, opset)
         for name, graph, lowered in graphs:
             weights |= {weight.name: weight for weight in graph.weights}
-            write(lowered, graph, folder / f"{name}.onnx", config)
+            write(convert(lowered, form), graph, folder / f"{name}.onnx", config)
         if tokenizer is not None:
             tokenizer.save(str(folder / "tokenizer.json"))
         if config["kind"] == "decoder" and target != "generator":
@@ -392,6 +399,20 @@ def _check_arguments(model, family, logits, target, tokenizer, **described: Any)
         isinstance(names, str) or not names or not all(isinstance(name, str) and name for name in names)
     ):
         raise ExportError(f"`output_names` must be a list of names. Received: output_names={names!r}")
+
+
+def _check_form(form, model, target):
+    if form not in FORMS:
+        raise ExportError(f"`form` must be one of {FORMS}. Received: form={form!r}")
+    if form == "fp32":
+        return
+    if target == "generator":
+        raise ExportError(f"`form` must be 'fp32' for target='generator'. Received: form={form!r}")
+    if (dtype := getattr(model, "compute_dtype", "float32")) != "float32":
+        raise ExportError(
+            f"`form` must be 'fp32', which keeps what there is, for a model that computes in {dtype}. "
+            f"Received: form={form!r}"
+        )
 
 
 def _check_sizes(**sizes: Any) -> None:

@@ -22,6 +22,8 @@ class Comparison:
         place: index of the largest error; None where there is nothing to point at.
         expected: Keras' value at `place`.
         actual: ONNX Runtime's value at `place`.
+        measure: what the errors are: `"error"`, as above, or `"1 - cosine"` of the two outputs, by which smaller forms
+            are measured; the mean is then the same number.
         problem: what is wrong besides a number: a failed run, a shape, a dtype, a NaN. None if nothing is.
     """
 
@@ -35,6 +37,7 @@ class Comparison:
     expected: float | None = None
     actual: float | None = None
     problem: str | None = None
+    measure: str = "error"
 
     @property
     def passed(self) -> bool:
@@ -45,7 +48,7 @@ class Comparison:
         text = f"{self.output} at {where} ({self.case}): "
         if self.problem is not None:
             return text + self.problem
-        text += f"error {self.max_error:.3g}, allowed {self.allowed:.3g}"
+        text += f"{self.measure} {self.max_error:.3g}, allowed {self.allowed:.3g}"
         if self.place is not None:
             text += f", at {list(self.place)}: Keras {self.expected:.9g}, ONNX Runtime {self.actual:.9g}"
         return text
@@ -60,7 +63,8 @@ class TokenCheck:
         tokens: tokens compared.
         mismatches: tokens that differ, each with `row`, `position`, `keras`, `onnx` and `gap`, the distance
             between the two largest logits in Keras.
-        excused_below: a mismatch whose gap is smaller than this is a tie, counted and let pass.
+        excused_below: a mismatch whose gap is smaller than this is a tie, counted and let pass; infinite for a smaller
+            form, whose mismatches are only counted.
     """
 
     rows: int = 0
@@ -85,6 +89,10 @@ class Report:
         path: the verified file or directory.
         tolerance: (absolute, relative to the largest output).
         padded_rows: `"exact"` or `"any"`.
+        form: one of `forms.FORMS`.
+        size: bytes of the file, or of all files of the directory.
+        agreement: how many of the positions compared have their highest logit at the same id, a fraction; None where
+            nothing is called logits.
         comparisons: one entry for each output, size and kind of input.
         tokens: the check of generated tokens; None for a model that does not generate.
         skipped: what was not compared, and why.
@@ -95,6 +103,9 @@ class Report:
     path: str
     tolerance: tuple[float, float]
     padded_rows: str = "exact"
+    form: str = "fp32"
+    size: int = 0
+    agreement: float | None = None
     comparisons: list[Comparison] = dataclasses.field(default_factory=list)
     tokens: TokenCheck | None = None
     skipped: list[str] = dataclasses.field(default_factory=list)
@@ -131,13 +142,20 @@ class Report:
             f"Verification {verdict}: {len(self.comparisons)} comparisons, "
             f"largest error {self.max_error:.3g}; worst: {self.worst}"
         ]
+        if self.form != "fp32":
+            same = "" if self.agreement is None else f", highest logit at the same id in {self.agreement:.2%}"
+            lines.append(f"Form {self.form}: {self.size:,} bytes, 1 - cosine {self.max_error:.3g} at most{same}.")
         if len(self.failures) > 1:
             lines.append(f"{len(self.failures)} comparisons failed.")
         if self.tokens is not None:
             t = self.tokens
             lines.append(
-                f"Generated tokens: {t.tokens} in {t.rows} rows, {len(t.mismatches)} differ, of which "
-                f"{t.excused} are ties (top-2 logit gap below {t.excused_below:g})."
+                f"Generated tokens: {t.tokens} in {t.rows} rows, {len(t.mismatches)} differ"
+                + (
+                    f", of which {t.excused} are ties (top-2 logit gap below {t.excused_below:g})."
+                    if t.excused_below < float("inf")
+                    else " after the same tokens."
+                )
             )
             unexcused = [m for m in t.mismatches if m["gap"] >= t.excused_below]
             if unexcused:

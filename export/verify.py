@@ -21,6 +21,7 @@ import numpy as np
 from keras_transformer import _validation
 from keras_transformer.export import runtime
 from keras_transformer.export.errors import ExportError, VerificationError
+from keras_transformer.export.forms import LEAST_COSINE
 from keras_transformer.export.report import Comparison, Report
 
 # batch · heads · T² attention scores of float32 stay below 0.8 GB.
@@ -55,7 +56,8 @@ def verify_onnx(
             compared in its parts (encoder, decoder with cache at several splits) and in the tokens it generates.
         samples: inputs to use instead of made ones: arrays by input name, of which the leading entries along
             each free axis serve for the smaller sizes; or a callable from the axes' sizes to such arrays.
-        tolerance: (absolute, relative): largest error allowed is `absolute + relative · max|output|`.
+        tolerance: (absolute, relative): largest error allowed is `absolute + relative · max|output|`. A smaller form is
+            measured by the cosine of the outputs instead, of which `forms.LEAST_COSINE` is the least allowed.
         padded_rows: `"exact"` compares padding positions like all others; `"any"` leaves them out.
         session_options: `onnxruntime.SessionOptions`; the default has all optimisations on, as in production.
         json_path: where to write the report as JSON, also when the check fails.
@@ -82,6 +84,8 @@ def verify_onnx(
     report = Report(name or str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
     check = Check(report, session_options, progress)
     config = runtime.read_config(path) if path.is_dir() else runtime.graph_config(check.session(path))
+    report.form = config.get("form", "fp32")
+    check.least_cosine = LEAST_COSINE.get(report.form)
     if config.get("target") == "generator":
         from keras_transformer.export.verify_generator import verify_generator
 
@@ -92,6 +96,8 @@ def verify_onnx(
         verify_cached(model, path, check, samples)
     else:
         verify_graph(model, path / "model.onnx" if path.is_dir() else path, check, samples)
+    report.size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    report.agreement = check.agreement
     if json_path is not None:
         report.to_json(json_path)
     if verbose:
@@ -148,6 +154,8 @@ class Check:
         self.any_padding = report.padded_rows == "any"
         self.session_options = session_options
         self.progress = progress
+        self.least_cosine: float | None = None
+        self._same_ids = [0, 0]
         if self.any_padding:
             report.notes.append("Padding positions were not compared (padded_rows='any').")
 
@@ -195,7 +203,19 @@ class Check:
 
     def compare(self, name, expected, actual, sizes, case, keep=None) -> None:
         """Adds a comparison to the report; see `compare`."""
-        self.report.comparisons.append(compare(name, expected, actual, self.report.tolerance, sizes, case, keep))
+        bound = self.least_cosine
+        self.report.comparisons.append(compare(name, expected, actual, self.report.tolerance, sizes, case, keep, bound))
+        if name == "logits" and expected.shape == actual.shape:
+            same = expected.argmax(-1) == actual.argmax(-1)
+            same = same if keep is None else same[np.broadcast_to(keep, same.shape)]
+            self._same_ids[0] += int(same.sum())
+            self._same_ids[1] += same.size
+
+    @property
+    def agreement(self) -> float | None:
+        """How many of the positions of the logits have the highest one at the same id, a fraction."""
+        same, total = self._same_ids
+        return same / total if total else None
 
     def fail(self, name, sizes, case, problem) -> None:
         """Adds a comparison that could not even be made."""
@@ -210,10 +230,16 @@ def compare(
     sizes: dict[str, int],
     case: str,
     keep: np.ndarray | None = None,
+    least_cosine: float | None = None,
 ) -> Comparison:
-    """Compares two arrays; where `keep`, of the arrays' leading axes, is False they may differ."""
+    """Compares two arrays; where `keep`, of the arrays' leading axes, is False they may differ.
+
+    With `least_cosine` floats are compared by their direction, not by their size.
+    """
     if expected.shape != actual.shape:
         return _failed(name, sizes, case, f"shape {actual.shape}, Keras {expected.shape}")
+    if least_cosine is not None and {expected.dtype.kind, actual.dtype.kind} == {"f"}:
+        actual = actual.astype(expected.dtype)
     if expected.dtype != actual.dtype:
         return _failed(name, sizes, case, f"dtype {actual.dtype}, Keras {expected.dtype}")
     if not expected.size:
@@ -231,6 +257,9 @@ def compare(
         problem = f"ONNX Runtime gives {got[place]}, Keras {want[place]} at {list(place)}"
         return _failed(name, sizes, case, problem, place, float(want[place]), float(got[place]))
     use = keep & ~special
+    if least_cosine is not None and not exact:
+        error = _one_minus_cosine(want[use].astype(np.float64), got[use].astype(np.float64))
+        return Comparison(name, sizes, case, error, error, 1 - least_cosine, measure="1 - cosine")
     # The difference of two numbers near to each other is exact in their own precision.
     error = np.abs(np.subtract(want, got, where=use, out=np.zeros_like(want)))
     place = tuple(map(int, np.unravel_index(np.argmax(error), error.shape)))
@@ -246,6 +275,14 @@ def compare(
         expected=float(want[place]),
         actual=float(got[place]),
     )
+
+
+def _one_minus_cosine(a, b) -> float:
+    """1 - the cosine of the angle between two vectors; of vectors of zeros 0 if both are, else 1."""
+    norms = np.linalg.norm(a) * np.linalg.norm(b)
+    if norms == 0:
+        return float(a.any() or b.any())
+    return float(max(0.0, 1 - a @ b / norms))
 
 
 def versions() -> dict[str, str]:
