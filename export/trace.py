@@ -134,19 +134,19 @@ def record(
         except _BackendAsked as error:
             failure = error.__cause__
         try:
-            return [_Tracer(size, names, keep_whole, neutral=False).run(function, inputs) for size in sizes]
+            return [_Tracer(size, names, keep_whole, neutral=True).run(function, inputs) for size in sizes]
         except TraceError:
-            raise failure from None
+            raise failure from failure.__cause__
 
 
 class _BackendAsked(Exception):
-    """A trace failed in which layer code was told of another backend."""
+    """A trace failed in which layer code asked for the backend, perhaps to call it."""
 
 
 class _Tracer:
     """Records one trace."""
 
-    def __init__(self, sizes: Sizes, names: _Names, keep_whole, neutral: bool = True):
+    def __init__(self, sizes: Sizes, names: _Names, keep_whole, neutral: bool = False):
         self.sizes = sizes
         self.names = names
         self.keep_whole = keep_whole
@@ -177,7 +177,7 @@ class _Tracer:
                     f"{type(error).__name__}: {error}"
                 )
                 failure.__cause__ = error
-            if self.asked:
+            if self.asked and not self.neutral:
                 raise _BackendAsked from failure
             raise failure from failure.__cause__
         finally:
@@ -670,15 +670,15 @@ def _plain_number(original):
 
 
 def _neutral(original):
-    """Layer code that asks for the backend may call it directly; of one that it does not know it asks `keras.ops`."""
+    """Layer code that asks for the backend may call it; when that failed it is told of one that it does not know."""
 
     @functools.wraps(original)
     def backend():
         tracer = _tracer()
-        if tracer is None or not tracer.neutral or sys._getframe(1).f_code.co_filename.startswith((_KERAS, _PACKAGE)):
+        if tracer is None or sys._getframe(1).f_code.co_filename.startswith((_KERAS, _PACKAGE)):
             return original()
         tracer.asked = True
-        return "numpy"
+        return "numpy" if tracer.neutral else original()
 
     return backend
 
