@@ -50,9 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     from keras_transformer.export import export_onnx
 
-    report = export_onnx(model, options.output / "onnx")
+    graph = options.output / "model.onnx"  # of whole texts: a directory would have a key/value cache, for steps
+    report = export_onnx(model, graph, force=True)
     perplexity = model.evaluate(test_rows, test_labels, verbose=0, return_dict=True)["perplexity"]
-    logits = run_onnx(options.output / "onnx/model.onnx", {"token_ids": test_rows})
+    logits = run_onnx(graph, {"token_ids": test_rows})
     figures = {
         "the character before alone": bigram_bits(ids[:kept], test_rows, test_labels, len(alphabet)),
         "Keras": math.log2(perplexity),

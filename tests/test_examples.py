@@ -200,7 +200,7 @@ def test_characters_are_learnt_and_written(run, shape, tmp_path, capsys):
     assert figures["ONNX Runtime"] == pytest.approx(figures["Keras"], abs=1e-4)
     written = capsys.readouterr().out.partition("It writes:\n\n")[2][:24]
     assert len(written) == 24 and set(written) <= set(alphabet)
-    assert (tmp_path / "write/onnx/model.onnx").exists()
+    assert (tmp_path / "write/model.onnx").exists()
 
 
 def test_bits_of_characters(examples):
