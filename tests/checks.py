@@ -230,22 +230,23 @@ class HeadCase(ModelCase):
         return self.cls(**{**self.config, "encoder": encoder}, **kwargs)
 
 
-def check_layer(case, directory):
+def check_layer(case, directory, policies=POLICIES, gradients=True):
     """Runs the shared checks of a layer; `directory` is for files. What is saved is checked by `reload`."""
     _check_config(case)
     _check_build(case)
     layer = case.make()
     expected = numpy(case.run(layer, case.arguments))
     _check_symbolic(case, layer, expected)
-    _check_compiled(case, layer, expected)
-    for policy in POLICIES:
+    _check_compiled(case, layer, expected, gradients)
+    for policy in policies:
         _check_policy(case, policy, expected)
     _check_masks(case, layer)
     _check_exported(case, layer, directory, expected)
 
 
-# The same of a `ModelCase`.
-check_model = check_layer
+def check_model(case, directory):
+    """The same of a `ModelCase`, but for what its layers have shown: XLA's gradients, and half precision's pure forms."""
+    check_layer(case, directory, ("mixed_float16", "mixed_bfloat16"), gradients=False)
 
 
 def _check_config(case):
@@ -291,9 +292,9 @@ def _check_symbolic(case, layer, expected):
             assert free or spec.shape == array.shape
 
 
-def _check_compiled(case, layer, expected):
+def _check_compiled(case, layer, expected, gradients):
     """XLA gives the same outputs and gradients; torch's compiler is no concern of layers."""
-    if not layer.trainable_variables:
+    if not (gradients and layer.trainable_variables):
         tensors = [_tensor(array) for array in case.arguments.values()]
         function = compiled(lambda *args: case.run(layer, dict(zip(case.arguments, args, strict=True))))
         close(numpy(function(*tensors)), expected)

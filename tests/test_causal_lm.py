@@ -63,7 +63,9 @@ RAGGED = [[1, 2, 3, 4, 5], [6, 7], [8]]
 PADDED = np.array([[1, 2, 3, 4, 5], [6, 7, 0, 0, 0], [8, 0, 0, 0, 0]], "int32")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "Llama" else pytest.param(kind, marks=pytest.mark.once) for kind in KINDS]
+)
 def test_prompts_of_unequal_length_continue_as_they_do_alone(kind):
     model = model_of(kind)
     expected = [greedy_by_recomputation(model, row, T, 100.0) for row in RAGGED]
@@ -165,6 +167,7 @@ def test_bad_prompts_are_refused(inputs, arguments, message):
         model_of("GPT-2").generate(inputs, **arguments)
 
 
+@pytest.mark.once
 def test_a_prompt_and_its_continuation_may_fill_the_model():
     model = model_of("GPT-2")
     prompt = np.random.default_rng(0).integers(0, V, (2, 20)).astype("int32")
