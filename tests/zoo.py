@@ -317,7 +317,7 @@ def randomise(model) -> None:
     for weight in model.weights:
         name = weight.path.rsplit("/", 1)[-1]
         seen[weight.path] += 1
-        if "float" not in str(weight.dtype) or not weight.trainable and not name.startswith("moving"):
+        if "float" not in str(weight.dtype):
             continue
         noise = np.random.default_rng([zlib.crc32(weight.path.encode()), seen[weight.path]]).normal(size=weight.shape)
         if "variance" in name:
