@@ -450,6 +450,49 @@ def heads_first(x):
     return ops.transpose(x, (0, 2, 1, 3))
 
 
+@pytest.mark.parametrize("power", [False, True])
+def test_rms_norm_in_single_steps_becomes_one_node(power):
+    scale = np.random.default_rng(3).normal(size=6).astype("float32")
+
+    def norm(x):
+        square = ops.power(x, 2) if power else ops.square(x)
+        return ops.multiply(scale, x * ops.rsqrt(ops.mean(square, axis=-1, keepdims=True) + 1e-5))
+
+    assert histogram(compare(norm, [F])) == {"RMSNormalization": 1}
+
+
+def test_what_only_looks_like_an_rms_norm_stays_in_single_steps():
+    def off(x, y):
+        mean = ops.mean(ops.square(y), axis=-1, keepdims=True)
+        across = ops.mean(ops.square(x), axis=1, keepdims=True)
+        return x * ops.rsqrt(mean + 1e-5) + x * ops.rsqrt(across + 1e-5)
+
+    assert "RMSNormalization" not in histogram(compare(off, [F, F]))
+
+
+def rotated_in_single_steps(x, twist=None, heads_first=False):
+    """Rotary positions as layers write them; with a `twist` the two halves' angles differ."""
+    angles = ops.arange(ops.shape(x)[2 if heads_first else 1], dtype="float32")[:, None]
+    angles = ops.multiply(angles, np.array([1.0, 0.3, 0.1], "float32"))
+    angles = ops.concatenate([angles, angles if twist is None else angles * twist], axis=-1)
+    angles = angles[None, None] if heads_first else angles[None, :, None]
+    lower, upper = ops.split(x, 2, axis=-1)
+    turned = ops.reshape(ops.stack([-upper, lower], axis=-2), ops.shape(x))
+    return x * ops.cos(angles) + turned * ops.sin(angles)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_rotation_in_single_steps_becomes_one_node(heads_first):
+    text = "float32[B,2,T,6]" if heads_first else "float32[B,T,2,6]"
+    counts = histogram(compare(lambda x: rotated_in_single_steps(x, heads_first=heads_first), [text]))
+    assert counts["RotaryEmbedding"] == 1 and not {"Split", "Neg"} & set(counts)
+
+
+def test_what_only_looks_like_a_rotation_stays_in_single_steps():
+    counts = histogram(compare(lambda x: rotated_in_single_steps(x, twist=1.5), ["float32[B,T,2,6]"]))
+    assert "RotaryEmbedding" not in counts
+
+
 def test_appended_cache_becomes_past_and_present():
     layer = layers.MultiHeadSelfAttention(2)
     layer.build((None, None, 8))

@@ -16,6 +16,7 @@ from keras.src.ops import numpy as knp
 
 from keras_transformer.export.builder import GraphBuilder, Operand, Tensor
 from keras_transformer.export.dims import Expr
+from keras_transformer.export.lowering.patterns import rms_norm, rotation
 from keras_transformer.export.lowering.registry import register_lowering
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -81,7 +82,11 @@ def _binary(g, node, x1, x2):
     x1 = _unexpanded(g, x1, x2)
     x2 = _unexpanded(g, x2, x1)
     if op_type == "Add":
-        return add(g, x1, x2)
+        return rotation(g, x1, x2) or add(g, x1, x2)
+    if op_type == "Mul":
+        return rms_norm(g, x1, x2) or g.op("Mul", x1, x2)
+    if op_type == "Pow" and x2.rank == 0 and x2.array is not None and x2.array == 2:
+        return g.op("Mul", x1, x1)
     return g.op(op_type, x1, x2)
 
 
