@@ -443,6 +443,38 @@ def test_attention_in_single_steps_becomes_one_node():
     assert counts["Attention"] == 1 and not {"Softmax", "MatMul", "Transpose"} & set(counts)
 
 
+@pytest.mark.parametrize("mask", [None, "bool[B,1,T,S]"])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_attention_with_a_bias_a_cap_or_a_mask_in_single_steps_becomes_one_node(cap, mask):
+    hide = keras.layers.Softmax()
+
+    def function(q, k, v, bias, *masks):
+        q, k, v = (ops.transpose(x, (0, 2, 1, 3)) for x in (q, k, v))
+        scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2)))
+        scores = scores if cap is None else cap * ops.tanh(scores / cap)
+        scores = scores + bias + 1.0 if cap else (scores + bias) * 0.5
+        return ops.transpose(ops.matmul(hide(scores, *masks), v), (0, 2, 1, 3))
+
+    shapes = [H4, "float32[B,S,2,4]", "float32[B,S,2,4]", "float32[1,2,1,S]", *([mask] if mask else [])]
+    counts = histogram(compare(function, shapes, sizes=[(2, 3), (3, 5)]))
+    assert counts["Attention"] == 1 and not {"Softmax", "MatMul", "Tanh"} & set(counts)
+
+
+@pytest.mark.parametrize("combine", ["bkgts,bskh->btkgh", "bkgts,bskh->bkgth"])
+@pytest.mark.parametrize("mask", [None, "bool[B,1,1,T,S]", "bool[B,1,3,T,S]"])
+def test_grouped_attention_in_single_steps_becomes_one_node(combine, mask):
+    hide = keras.layers.Softmax()
+
+    def function(q, k, v, *masks):
+        scores = ops.einsum("btkgh,bskh->bkgts", q * 0.7, k)
+        return ops.einsum(combine, hide(scores, *masks), v)
+
+    shapes = ["float32[B,T,2,3,4]", "float32[B,S,2,4]", "float32[B,S,2,5]", *([mask] if mask else [])]
+    counts = histogram(compare(function, shapes, sizes=[(2, 3), (3, 5)]))
+    each = mask == "bool[B,1,3,T,S]"
+    assert counts.get("Attention", 0) == (not each) and counts.get("Softmax", 0) == each
+
+
 CACHE = "float32[B,2,P,4]"
 
 

@@ -11,6 +11,7 @@ from keras.src.ops import numpy as knp
 from keras_transformer import ops
 from keras_transformer.export.builder import CONTRIB, GraphBuilder, Tensor
 from keras_transformer.export.cached import SlotMask
+from keras_transformer.export.dims import multiply
 from keras_transformer.export.lowering.elementwise import add, compare, compute_dtype, promoted, to_bool
 from keras_transformer.export.lowering.registry import register_lowering
 from keras_transformer.export.lowering.shaping import Repeated, scatter, slice_update
@@ -65,11 +66,16 @@ class _Slots:
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """The tensor is softmax(scale · left @ right) of heads-first operands, hidden where `mask` says so."""
+    """The tensor is softmax(scale · left @ right) of heads-first operands, hidden where `mask` says so.
+
+    With a `cap` the scores are cap · tanh(scale · left @ right / cap).
+    `left` is (B, N, T, H), or (B, K, G, T, H) of G query heads for each of K key heads.
+    """
 
     left: Tensor
     right: Tensor
     scale: float
+    cap: float | None
     mask: Tensor | None
     causal: bool
 
@@ -123,6 +129,7 @@ def attend(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """One `Attention` node.
 
@@ -134,6 +141,7 @@ def attend(
         mask: (B|1, N|1, T|1, S), boolean (True = may attend) or added to the scores.
         causal: position t attends to 0 … t.
         scale: factor of the scores; `H ** -0.5` if None.
+        cap: bound of the scores, which become `cap · tanh(scores / cap)` before the mask; none if None.
 
     Returns:
         The output (B, T, N, W). Rows in which a boolean mask hides everything are 0.
@@ -171,6 +179,7 @@ def attend(
         *([] if past is None else [side.past for side in past]),
         is_causal=int(causal) or None,
         scale=None if scale is None else float(scale),
+        softcap=None if cap is None else float(cap),
         # The softmax in float32 under half precision, as Keras has it.
         softmax_precision=1 if dtype in ("float16", "bfloat16") else None,
         **heads,
@@ -257,29 +266,71 @@ def note_softmax(g: GraphBuilder, node, weights: Tensor, scores: Tensor, mask: T
     """Remembers `weights`, the softmax of `scores` over the last axis and 0 where the boolean `mask` is False."""
     if g.is_output(node.outputs[0]):
         return
-    causal = False
-    shifted = g.producer(scores, "Add")
-    if shifted is not None and mask is None:
-        for one, other in (shifted, shifted[::-1]):
-            if one.shape == scores.shape and other.rank <= 4 and _scaled(g, one)[0] is not None:
-                scores, mask = one, g.unsqueeze(other, list(range(4 - other.rank)))
+    bias, causal = None, False
+    product = _product_of(g, scores)
+    if product is None:
+        total, factor = _unscaled(g, scores)
+        for one, other in _sums(g, total):
+            product = _product_of(g, one) if one.shape == scores.shape else None
+            if product is not None and (factor == 1 or product[3] is None):
+                product = (*product[:2], product[2] * factor, product[3])
+                bias = other if factor == 1 else g.op("Mul", other, g.scalar(factor, other.dtype))
                 break
-    elif mask is not None:
+        else:
+            return
+    if mask is not None and bias is None:
         mask, causal = _split_causal(g, mask)
-        mask = mask if mask is None else g.unsqueeze(mask, list(range(4 - mask.rank)))
-    product, scale = _scaled(g, scores)
-    if product is not None:
-        g.facts[weights.value] = _Weights(*product, scale, mask, causal)
+    rank = scores.rank
+    mask, bias = (x if x is None else g.unsqueeze(x, list(range(rank - x.rank))) for x in (mask, bias))
+    if rank == 5:
+        # Of grouped heads only what is the same for all of them.
+        if any(x is not None and x.shape[1:3] != (1, 1) for x in (mask, bias)):
+            return
+        mask, bias = (x if x is None else g.squeeze(x, [2]) for x in (mask, bias))
+    if bias is not None:
+        # Rows in which everything is hidden are 0 with an infinite bias, as with a boolean mask.
+        hidden = g.scalar(-np.inf, bias.dtype)
+        mask = bias if mask is None else g.op("Where", mask, bias, hidden, dtype=bias.dtype)
+    g.facts[weights.value] = _Weights(*product, mask, causal)
 
 
-def _scaled(g, scores) -> tuple[tuple[Tensor, Tensor] | None, float]:
-    """The operands of the product of heads behind `scores`, and the factor between."""
-    scores, scale = _unscaled(g, scores)
-    operands = g.producer(scores, "MatMul")
+def _sums(g, scores) -> list[tuple[Tensor, Tensor]]:
+    """The ways to read `scores` as one of the terms that it is a sum of, and the others."""
+    terms = g.producer(scores, "Add")
+    if terms is None:
+        return []
+    found = [terms, terms[::-1]]
+    for one, other in tuple(found):
+        inner = g.producer(one, "Add")
+        for first, second in (inner, inner[::-1]) if inner is not None and g.readers(one) == 1 else ():
+            if _product_of(g, first) is not None:
+                found.append((first, g.op("Add", second, other)))
+    return found
+
+
+def _product_of(g, scores) -> tuple[Tensor, Tensor, float, float | None] | None:
+    """The operands of the product of heads behind `scores`, their factor, and the cap that they were bounded by."""
+    product, scale = _unscaled(g, scores)
+    cap = None
+    bounded = g.producer(product, "Tanh")
+    if bounded is not None and scale > 0:
+        cap = scale
+        product, scale = _unscaled(g, bounded[0])
+        scale *= cap
+    if scores.rank == 5:
+        # Groups of query heads that share a key head are rows of one product.
+        whole = g.producer(product, "Reshape")
+        operands = whole and g.producer(whole[0], "MatMul")
+        rows = operands and g.producer(operands[0], "Reshape")
+        if not rows or rows[0].shape[:4] != scores.shape[:4] or operands[1].rank != 4:
+            return None
+        grouped = rows[0].rank == 5 and whole[0].shape[:2] == operands[1].shape[:2] == scores.shape[:2]
+        return (rows[0], operands[1], scale, cap) if grouped else None
+    operands = g.producer(product, "MatMul")
     if operands is None or any(x.rank != 4 for x in operands):
-        return None, scale
+        return None
     left, right = operands
-    return (operands if left.shape[:2] == right.shape[:2] else None), scale
+    return (left, right, scale, cap) if left.shape[:2] == right.shape[:2] else None
 
 
 def _unscaled(g, x) -> tuple[Tensor, float]:
@@ -299,14 +350,32 @@ def _unscaled(g, x) -> tuple[Tensor, float]:
 
 def weighted_sum(g: GraphBuilder, weights: Tensor, values: Tensor) -> Tensor | None:
     """`weights @ values` as one Attention node if `weights` are attention weights (B, N, T, S); otherwise None."""
-    known = g.facts.get(weights.value)
+    rows = g.producer(weights, "Reshape")
+    source = weights if rows is None else rows[0]
+    # The rows of a group are its heads' positions, or its positions' heads.
+    order = [0, 1, 2, 3, 4]
+    moved = g.producer(source, "Transpose")
+    if moved is not None and list(source.value.producer().attributes["perm"].as_ints()) == [0, 1, 3, 2, 4]:
+        source, order = moved[0], [0, 1, 3, 2, 4]
+    known = g.facts.get(source.value)
     if not isinstance(known, _Weights) or values.rank != 4 or values.shape[:2] != known.left.shape[:2]:
         return None
-    query = g.transpose(known.left, _HEADS_FIRST)
     key = g.transpose(known.right, (0, 3, 1, 2))
     value = g.transpose(values, _HEADS_FIRST)
-    output = attend(g, query, key, value, known.mask, known.causal, known.scale)
-    return g.transpose(output, _HEADS_FIRST)
+    if known.left.rank == 4:
+        if rows is not None:
+            return None
+        query = g.transpose(known.left, _HEADS_FIRST)
+        output = attend(g, query, key, value, known.mask, known.causal, known.scale, known.cap)
+        return g.transpose(output, _HEADS_FIRST)
+    batch, heads, groups, length, width = known.left.shape
+    if weights.shape[:3] != (batch, heads, multiply(length, groups)):
+        return None
+    query = g.reshape(g.transpose(known.left, (0, 3, 1, 2, 4)), (batch, length, heads * groups, width))
+    output = attend(g, query, key, value, known.mask, known.causal, known.scale, known.cap)
+    output = g.reshape(output, (batch, length, heads, groups, output.shape[3]))
+    order = [(0, 2, 3, 1, 4)[axis] for axis in order]
+    return g.reshape(g.transpose(output, order), (*weights.shape[:3], output.shape[4]))
 
 
 @register_lowering(ops.WriteCache)

@@ -81,6 +81,9 @@ def _binary(g, node, x1, x2):
     x1, x2 = g.cast(x1, dtype), g.cast(x2, dtype)
     x1 = _unexpanded(g, x1, x2)
     x2 = _unexpanded(g, x2, x1)
+    for x, number in ((x1, x2), (x2, x1)):
+        if op_type in ("Add", "Mul") and number.rank == 0 and number.array == (1 if op_type == "Mul" else 0):
+            return x
     if op_type == "Add":
         return rotation(g, x1, x2) or add(g, x1, x2)
     if op_type == "Mul":
