@@ -11,6 +11,7 @@ _HOMES = {
     "ExportError": "errors",
     "NotAnExportError": "errors",
     "OnnxCausalLM": "runtime",
+    "OnnxEncoder": "encoder_runtime",
     "OnnxGenerator": "runtime",
     "OnnxTransformer": "runtime",
     "Report": "report",

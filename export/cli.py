@@ -21,6 +21,8 @@ Exports Keras Transformers to ONNX, verified against ONNX Runtime, and runs the 
   keras-transformer export model.keras exported        write ONNX graphs, compare them with Keras
   keras-transformer verify model.keras exported        compare again
   keras-transformer translate exported < in > out      one line in, one line out; needs no Keras
+  keras-transformer generate exported < prompts        what follows each line; needs no Keras
+  keras-transformer embed exported vectors.npy < in    a vector for each line; needs no Keras
   keras-transformer info exported                      what a directory holds; needs no Keras
 
 Exit status: 0 success; 1 the model cannot be exported or differs from its export; 2 wrong usage or input."""
@@ -131,23 +133,37 @@ def parser() -> argparse.ArgumentParser:
         "Reads lines of UTF-8 text and writes one line for each. Needs ONNX Runtime and tokenizers, and no Keras.\n"
         "Empty lines stay empty.",
     )
-    translate.add_argument("directory", metavar="DIR", help="exported directory with a tokenizer.json")
     translate.add_argument(
         "--max-new-tokens", type=_positive, metavar="N", help="longest output, in tokens (default: input + 50)"
     )
-    translate.add_argument(
-        "--batch-size", type=_positive, default=32, metavar="N", help="lines translated together (default: %(default)s)"
+    _runner(translate)
+
+    generate = command(
+        _generate,
+        "generate",
+        "continue lines of text with an exported model",
+        "Reads lines of UTF-8 text and writes what follows each, on one line. Needs ONNX Runtime and tokenizers, and\n"
+        "no Keras. The best token is taken; with --temperature it is drawn. Empty lines stay empty.",
     )
-    translate.add_argument(
-        "--threads", type=_positive, metavar="N", help="threads of ONNX Runtime (default: all cores)"
+    generate.add_argument(
+        "--max-new-tokens", type=_positive, metavar="N", help="longest continuation, in tokens (default: 50)"
     )
-    translate.add_argument(
-        "--provider",
-        action="append",
-        metavar="NAME",
-        help="ONNX Runtime execution provider, such as CUDAExecutionProvider; may be given again as a second choice "
-        "(default: CPUExecutionProvider)",
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="above 0, draw (default: 0)")
+    generate.add_argument("--top-k", type=_positive, metavar="K", help="draw from the K best tokens")
+    generate.add_argument("--top-p", type=float, metavar="P", help="draw from the best tokens that make up P")
+    generate.add_argument("--num-beams", type=_positive, default=1, metavar="N", help="beam search (default: 1, none)")
+    generate.add_argument("--seed", type=int, metavar="S", help="of the draws (default: another one each time)")
+    _runner(generate)
+
+    embed = command(
+        _embed,
+        "embed",
+        "make a vector of each line of text with an exported sentence encoder",
+        "Reads lines of UTF-8 text and writes float32 vectors, one a line, as a NumPy file. Needs ONNX Runtime and\n"
+        "tokenizers, and no Keras.",
     )
+    _runner(embed)
+    embed.add_argument("output", metavar="FILE.npy", help="file to write; one that is there is replaced")
 
     info = command(
         _info,
@@ -158,6 +174,21 @@ def parser() -> argparse.ArgumentParser:
     )
     info.add_argument("directory", metavar="DIR", help="exported directory")
     return top
+
+
+def _runner(sub):
+    sub.add_argument("directory", metavar="DIR", help="exported directory with a tokenizer.json")
+    sub.add_argument(
+        "--batch-size", type=_positive, default=32, metavar="N", help="lines that run together (default: %(default)s)"
+    )
+    sub.add_argument("--threads", type=_positive, metavar="N", help="threads of ONNX Runtime (default: all cores)")
+    sub.add_argument(
+        "--provider",
+        action="append",
+        metavar="NAME",
+        help="ONNX Runtime execution provider, such as CUDAExecutionProvider; may be given again as a second choice "
+        "(default: CPUExecutionProvider)",
+    )
 
 
 def _positive(text):
@@ -230,9 +261,10 @@ def _export(options):
     model = _load(options)
     tokenizer = None
     if options.tokenizer:
-        from keras_transformer.text import Tokenizer
+        from keras_transformer import models, pretrained, text
 
-        tokenizer = Tokenizer.load(options.tokenizer)
+        ours = isinstance(model, models.Transformer)
+        tokenizer = (text.Tokenizer.load if ours else pretrained.read_tokenizer)(options.tokenizer)
     from keras_transformer.export import export_onnx
 
     forms = options.form.split(",")
@@ -278,22 +310,62 @@ def _translate(options):
     from keras_transformer.export.runtime import OnnxTransformer
 
     runner = OnnxTransformer(options.directory, options.provider, options.threads)
+    _each_line(
+        lambda texts: runner.translate(texts, options.max_new_tokens, options.batch_size),
+        options.batch_size,
+        "Translating",
+    )
+
+
+def _generate(options):
+    from keras_transformer.export.runtime import OnnxCausalLM
+
+    runner = OnnxCausalLM(options.directory, options.provider, options.threads)
+    asked = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "num_beams", "seed")}
+    _each_line(
+        lambda texts: runner.complete(texts, options.max_new_tokens, options.batch_size, **asked),
+        options.batch_size,
+        "Generating",
+    )
+
+
+def _each_line(run, batch_size, what):
+    """Writes a line for each line of the standard input, from `run`, which takes a list of texts that are not empty."""
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", newline="\n")
     # A person at a terminal gets each answer at once; a pipe gets batches of lines of similar length.
-    size = 1 if sys.stdin.isatty() else 16 * options.batch_size
+    size = 1 if sys.stdin.isatty() else 16 * batch_size
     done = 0
-    for lines in _chunks(_progress(sys.stdin, "Translating"), size):
+    for lines in _chunks(_progress(sys.stdin, what), size):
         texts = [line.removesuffix("\n").removesuffix("\r") for line in lines]
         filled = [text for text in texts if text.strip()]
         try:
-            results = iter(runner.translate(filled, options.max_new_tokens, options.batch_size))
+            results = iter(run(filled) if filled else [])
         except ValueError as error:
             raise ValueError(f"In lines {done + 1} to {done + len(lines)}, not counting empty ones: {error}") from error
         done += len(lines)
         for text in texts:
             print(" ".join(next(results).splitlines()) if text.strip() else "")
         sys.stdout.flush()
+
+
+def _embed(options):
+    import numpy as np
+
+    from keras_transformer.export.encoder_runtime import OnnxEncoder
+
+    output = pathlib.Path(options.output)
+    if output.suffix != ".npy" or not output.absolute().parent.is_dir():
+        raise ValueError(f"FILE must end in .npy and be in a directory that exists. Received: {output}")
+    runner = OnnxEncoder(options.directory, options.provider, options.threads)
+    sys.stdin.reconfigure(encoding="utf-8", newline="\n")
+    texts = [line.removesuffix("\n").removesuffix("\r") for line in _progress(sys.stdin, "Reading")]
+    vectors = runner.embed(texts, options.batch_size)
+    part = output.with_name(f".{output.name}.part")
+    with open(part, "wb") as file:
+        np.save(file, vectors)
+    os.replace(part, output)
+    print(f"Wrote {output}: {vectors.shape[0]} vectors of {vectors.shape[1]} numbers")
 
 
 def _info(options):

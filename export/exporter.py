@@ -90,8 +90,8 @@ def export_onnx(
             the loop over tokens inside, for whoever wants a single call; `path` may then be a file.
         logits: of graphs with a cache: `"all"` positions' logits, or only the `"last"` one's, which is all that
             generation needs.
-        tokenizer: a `keras_transformer.text.Tokenizer`, or one of the package `tokenizers`, to put beside graphs with a
-            cache, so that they take and give text.
+        tokenizer: a `keras_transformer.text.Tokenizer`, or one of the package `tokenizers`, to put beside the graphs,
+            so that a runner takes and gives text. For models that generate, sentence encoders and classifiers.
         verify: False leaves verification to you; the files are then not known to be right.
         force: write into a directory that holds other files, which stay; or replace a file.
         verbose: print the verification's table.
@@ -115,12 +115,12 @@ def export_onnx(
         raise ExportError(f"`target` must be one of {TARGETS}. Received: target={target!r}")
     _check_form(form, model, target)
     family = _family(model, path, target)
+    takes_text = family is not None or bool(_text_task(model, None))
     _check_arguments(
         model,
         family,
         logits=(logits, "all"),
         target=(target, "portable"),
-        tokenizer=(tokenizer, None),
         input_signature=input_signature,
         dynamic_axes=dynamic_axes,
         output_names=output_names,
@@ -128,9 +128,9 @@ def export_onnx(
     _check_sizes(min_length=min_length, max_length=max_length)
     check_tolerance(tolerance)
     check_padded_rows(padded_rows)
-    _check_tokenizer(tokenizer, model)
-    if family is not None and path.suffix == ".onnx" and (target != "generator" or tokenizer is not None):
-        what = f"{type(model).__name__}" if target != "generator" else "A graph with a tokenizer"
+    _check_tokenizer(tokenizer, model, takes_text)
+    if path.suffix == ".onnx" and (tokenizer is not None or family is not None and target != "generator"):
+        what = type(model).__name__ if tokenizer is None else "A graph with a tokenizer"
         raise ExportError(f"{what} becomes a directory. Received: path={str(path)!r}")
     _check_target(path, force)
     limit = _longest(model)
@@ -139,7 +139,10 @@ def export_onnx(
     elif limit is not None and max_length > limit:
         raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
     with _staging(path) as folder:
-        config = {"kind": "model"} if family is None else family.runner_config(model, max_length, logits, target)
+        if family is None:
+            config = {"kind": "model", **_text_task(model, max_length)}
+        else:
+            config = family.runner_config(model, max_length, logits, target)
         config["form"] = form
         weights: dict[str, Weight] = {}
         if family is None:
@@ -285,6 +288,17 @@ def _family(model, path: pathlib.Path, target: str):
     return decoder_only if isinstance(model, CausalLM) and not whole else None
 
 
+def _text_task(model, max_length: int | None) -> dict[str, Any]:
+    """What the runner has to know of a model that makes vectors or classes of texts; nothing of other models."""
+    from keras_transformer.models import SentenceEncoder, SequenceClassifier
+
+    tasks = {SentenceEncoder: "embed", SequenceClassifier: "classify"}
+    task = next((task for kind, task in tasks.items() if isinstance(model, kind)), None)
+    if task is None:
+        return {}
+    return {"task": task, "pad_id": model.encoder.pad_id or 0, "max_length": max_length}
+
+
 def _output_names(model) -> list[str] | None:
     """The model's own names for its outputs, where it has some."""
     struct = getattr(model, "_outputs_struct", None)
@@ -378,7 +392,7 @@ def _write_config(folder: pathlib.Path, config: dict[str, Any], weights: dict[st
 # Arguments: refused before any work.
 
 
-def _check_arguments(model, family, logits, target, tokenizer, **described: Any) -> None:
+def _check_arguments(model, family, logits, target, **described: Any) -> None:
     """Refuses what is no model, and arguments that its kind does not take."""
     if not callable(model):
         raise ExportError(f"`model` must be a Keras model. Received: model={model!r}")
@@ -388,7 +402,7 @@ def _check_arguments(model, family, logits, target, tokenizer, **described: Any)
                 f"`{name}` is for other models: the graphs of a {type(model).__name__} have names and axes of their "
                 f"own. Received: {name}={value!r}"
             )
-    for name, (value, default) in (("logits", logits), ("target", target), ("tokenizer", tokenizer)):
+    for name, (value, default) in (("logits", logits), ("target", target)):
         if family is None and value != default:
             raise ExportError(
                 f"`{name}` is for graphs with a cache: a Transformer's, or a CausalLM's that becomes a directory. "
@@ -421,16 +435,22 @@ def _check_sizes(**sizes: Any) -> None:
             raise ExportError(f"`{name}` must be an integer. Received: {name}={value!r}")
 
 
-def _check_tokenizer(tokenizer, model) -> None:
-    """Refuses what is no tokenizer, or one whose ids are not those of `model`, which has a cache."""
+def _check_tokenizer(tokenizer, model, takes_text: bool) -> None:
+    """Refuses what is no tokenizer, or one whose ids are not those of `model`."""
     if tokenizer is None:
         return
     if not hasattr(tokenizer, "save"):
         raise ExportError(f"`tokenizer` must be a tokenizer, with `save`. Received: tokenizer={tokenizer!r}")
+    if not takes_text:
+        raise ExportError(
+            "`tokenizer` is for models that a runner feeds with text: Transformer, CausalLM, SentenceEncoder and "
+            f"SequenceClassifier. Received: a {type(model).__name__}"
+        )
     # Ours, or one of the package `tokenizers`.
     count = tokenizer.vocabulary_size if hasattr(tokenizer, "vocabulary_size") else tokenizer.get_vocab_size()
     sizes = ("source_vocabulary_size", "target_vocabulary_size", "vocabulary_size")
-    size = min(getattr(model, name) for name in sizes if hasattr(model, name))
+    owner = getattr(model, "encoder", model) if not hasattr(model, "target_vocabulary_size") else model
+    size = min(getattr(owner, name) for name in sizes if hasattr(owner, name))
     if count > size:
         raise ExportError(f"`tokenizer` must have no more ids than the model, {size}. Received: {count} ids")
     for name in ("start_id", "end_id", "pad_id"):

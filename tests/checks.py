@@ -245,7 +245,7 @@ def check_layer(case, directory, policies=POLICIES, gradients=True):
 
 
 def check_model(case, directory):
-    """The same of a `ModelCase`, but for what its layers have shown: XLA's gradients, and half precision's pure forms."""
+    """The same of a `ModelCase`, but for what its layers have shown: XLA's gradients, pure half precision."""
     check_layer(case, directory, ("mixed_float16", "mixed_bfloat16"), gradients=False)
 
 

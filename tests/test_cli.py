@@ -143,6 +143,33 @@ def test_translate_refuses_what_it_cannot_do(saved):
     assert result.returncode == 2 and b"NoSuch" in result.stderr
 
 
+@pytest.mark.once
+def test_generate_and_embed_need_no_keras(saved, tmp_path):
+    from keras_transformer.export.runtime import OnnxCausalLM
+    from keras_transformer.models import CausalLM, Encoder, SentenceEncoder
+    from tests.test_encoder_runtime import TEXTS, WORDS, tokenizer
+
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    sizes = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 12, "max_length": 19}
+    CausalLM(len(WORDS), **sizes, seed=1).save(tmp_path / "lm.keras")
+    SentenceEncoder(Encoder(len(WORDS), **sizes, pad_id=0)).save(tmp_path / "encoder.keras")
+    for name in ("lm", "encoder"):
+        arguments = [f"{tmp_path / name}.keras", str(tmp_path / name), "--tokenizer", str(tmp_path / "tokenizer.json")]
+        assert cli.main(["export", *arguments, "--form", "int8"]) == 0
+    text = "\n".join([TEXTS[1], "", TEXTS[2]])
+    drawn = ["--temperature", 1, "--seed", 3, "--max-new-tokens", 5]
+    result = run_without_keras("generate", tmp_path / "lm", *drawn, text=text)
+    assert result.returncode == 0, result.stderr
+    expected = OnnxCausalLM(tmp_path / "lm").complete([TEXTS[1], TEXTS[2]], 5, temperature=1.0, seed=3)
+    assert result.stdout.decode().split("\n") == [expected[0], "", expected[1], ""]
+    result = run_without_keras("embed", tmp_path / "encoder", tmp_path / "vectors.npy", text="\n".join(TEXTS))
+    assert result.returncode == 0, result.stderr
+    assert np.load(tmp_path / "vectors.npy").shape == (4, 8)
+    assert not list(tmp_path.glob(".*"))
+    result = run_without_keras("embed", tmp_path / "lm", tmp_path / "vectors.npy", text="one")
+    assert result.returncode == 2 and b"holds no SentenceEncoder" in result.stderr
+
+
 def test_info_needs_no_keras(saved):
     result = run_without_keras("info", saved / "exported")
     assert result.returncode == 0, result.stderr
@@ -152,7 +179,7 @@ def test_info_needs_no_keras(saved):
 
 
 def test_help(capsys):
-    for arguments in ([], ["demo"], ["export"], ["verify"], ["translate"], ["info"]):
+    for arguments in ([], ["demo"], ["export"], ["verify"], ["translate"], ["generate"], ["embed"], ["info"]):
         with pytest.raises(SystemExit) as error:
             cli.main([*arguments, "--help"])
         assert error.value.code == 0

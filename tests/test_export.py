@@ -605,7 +605,7 @@ def test_arguments_out_of_range_are_refused(tmp_path, kwargs, match):
 @pytest.mark.parametrize(
     "kwargs, match",
     [
-        ({"logits": "last"}, "encoder-decoder"),
+        ({"logits": "last"}, "for graphs with a cache"),
         ({"output_names": "logits"}, "output_names='logits'"),
         ({"output_names": []}, r"output_names=\[\]"),
         ({"output_names": [1]}, r"output_names=\[1\]"),

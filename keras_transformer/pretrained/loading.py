@@ -67,11 +67,17 @@ def load_tokenizer(directory: str | os.PathLike) -> Any:
         FileNotFoundError: there is no such file.
         ValueError: it is no tokenizer.
     """
-    import tokenizers
-
     path = pathlib.Path(directory) / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} holds no tokenizer.json.")
+    return read_tokenizer(path)
+
+
+def read_tokenizer(path: str | os.PathLike) -> Any:
+    """The `tokenizers.Tokenizer` of a file; raises as `load_tokenizer`."""
+    import tokenizers
+
+    path = pathlib.Path(path)
     try:
         return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the package raises bare Exception for a malformed file
