@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
+from keras_transformer.export.backends import run_once
 from keras_transformer.export.dims import Axis, Dim
 from keras_transformer.export.errors import ExportError
 from keras_transformer.export.trace import InputSpec
@@ -275,12 +275,12 @@ def _failure(inputs, call, names, low, high) -> tuple[dict[str, int], Exception]
         # Apart from one another where the range allows it.
         sizes = {label: max(low, high - i) for i, label in enumerate(labels)}
     sizes["batch"] = 2
-    arrays = []
-    for number, entry in enumerate(inputs):
-        shape = [sizes[names[number, i]] if (number, i) in names else s for i, s in enumerate(entry.shape)]
-        arrays.append(keras.ops.convert_to_tensor(np.ones(shape), dtype=entry.dtype))
+    shapes = [
+        [sizes[names[number, i]] if (number, i) in names else size for i, size in enumerate(entry.shape)]
+        for number, entry in enumerate(inputs)
+    ]
     try:
-        call(*arrays)
+        run_once(call, shapes, [entry.dtype for entry in inputs])
     except Exception as error:  # whatever a model raises at sizes that do not fit together
         return sizes, error
     return None
