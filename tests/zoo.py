@@ -353,12 +353,11 @@ def grid(axes: list[str], longest: int | None, shortest: int = 1) -> list[dict[s
     lengths = [axis for axis in axes if axis != "batch"]
     points = [(1, 1), (2, 8), (3, 13), (2, longest or 67)] if lengths else [(1, 1), (2, 1), (5, 1)]
     found = []
-    for batch, length in points:
-        for turn in range(len(lengths) or 1):
-            length = length if length >= shortest else shortest + length - 1
-            others = [max(other, shortest) for other in (length, length * 2 // 3, length // 2)]
-            sizes = {name: others[(index + turn) % 3] for index, name in enumerate(lengths)}
-            found.append({"batch": batch} | sizes)
+    for turn, (batch, length) in enumerate(points):
+        length = length if length >= shortest else shortest + length - 1
+        others = [max(other, shortest) for other in (length, length * 2 // 3, length // 2)]
+        sizes = {name: others[(index + turn) % len(lengths)] for index, name in enumerate(lengths)}
+        found.append({"batch": batch} | sizes)
     return found
 
 
@@ -380,7 +379,9 @@ def check(model, path, case: Case) -> dict:
     import keras
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     shapes = {entry.name: entry.shape for entry in session.get_inputs()}
     axes = list(dict.fromkeys(dim for shape in shapes.values() for dim in shape if isinstance(dim, str)))
     worst, undefined, runs = 0.0, 0, 0
