@@ -17,6 +17,9 @@ from onnx.reference import ReferenceEvaluator
 from keras_transformer.export import ir
 from keras_transformer.export.dims import Axis, Dim, Expr, Polynomial, Quotient, add, axes_of, multiply
 
+# The first with Attention; `opsets.lower_opset` writes what older ones lack in single steps.
+OPSET = 23
+
 # What ONNX Runtime 1.23 reads; opset 23 needs no more.
 IR_VERSION = 10
 
@@ -64,11 +67,10 @@ class GraphBuilder:
         facts: what a rule knows about a result and later rules may use, by ONNX value.
     """
 
-    def __init__(self, graph: ir.Graph, opset: int = 23):
+    def __init__(self, graph: ir.Graph):
         self.path = ""
         self.facts: dict[onnx_ir.Value, Any] = {}
         self._graph = graph
-        self._opset = opset
         self._tensors: dict[onnx_ir.Value, Tensor] = {}
         self._memo: dict[tuple, tuple[Tensor, ...]] = {}
         self._nodes: list[onnx_ir.Node] = []
@@ -345,7 +347,7 @@ class GraphBuilder:
             values,
             nodes=self._nodes,
             initializers=initializers,
-            opset_imports={"": self._opset} | {node.domain: 1 for node in self._nodes if node.domain},
+            opset_imports={"": OPSET} | {node.domain: 1 for node in self._nodes if node.domain},
             name="model",
         )
         return onnx_ir.Model(graph, ir_version=IR_VERSION, producer_name="keras_transformer")
@@ -485,7 +487,7 @@ class GraphBuilder:
         node = onnx.helper.make_node(op_type, names, ["y"], **attributes)
         infos = [onnx.helper.make_tensor_value_info(name, 1, None) for name in names if name]
         graph = onnx.helper.make_graph([node], "g", infos, [onnx.helper.make_tensor_value_info("y", 1, None)])
-        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", self._opset)])
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", OPSET)])
         feeds = {name: tensor.array for name, tensor in zip(names, inputs, strict=True) if name}
         (array,) = ReferenceEvaluator(model).run(None, feeds)
         return self.constant(np.asarray(array), specs[0][1])

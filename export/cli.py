@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         "export leaves nothing.",
     )
     _model_and_directory(export, "directory to write; FILE.onnx writes a single graph alone")
-    export.add_argument("--opset", type=int, default=23, help="version of the ONNX operators (default: %(default)s)")
+    export.add_argument("--opset", type=int, default=23, help="version of the ONNX operators, from 17 (default: %(default)s)")
     export.add_argument(
         "--min-length", type=int, metavar="N", help="smallest size of every free axis but the batch (default: 1)"
     )

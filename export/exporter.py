@@ -28,6 +28,7 @@ from keras_transformer.export.generalise import generalise, trace_sizes
 from keras_transformer.export.generator import trace_generator
 from keras_transformer.export.ir import Graph, Value, Weight
 from keras_transformer.export.lowering import find_rule, lower
+from keras_transformer.export.opsets import OPSETS, lower_opset
 from keras_transformer.export.report import Report
 from keras_transformer.export.signature import call_by_name, free_axes, model_inputs
 from keras_transformer.export.trace import InputSpec, record
@@ -37,7 +38,6 @@ from keras_transformer.export.verify import check_padded_rows, check_tolerance, 
 _EXTERNAL_DATA_FROM = 1_800_000_000
 # What several graphs of a directory hold, from this number of bytes on, lies in a file beside them, from a page on.
 _SHARED, _SHARED_FROM, _PAGE = "shared.data", 4096, 4096
-_OPSETS = (23,)
 
 
 def export_onnx(
@@ -79,7 +79,8 @@ def export_onnx(
         max_length: largest size; the smallest `max_length` of the model and its layers, if any has one, else no limit.
         output_names: names of the graph's outputs, in the order of the model's. These three are not for graphs with a
             cache, which have names and axes of their own.
-        opset: version of the standard ONNX operators: 23.
+        opset: version of the standard ONNX operators, 17 to 23. Below 23 attention, rotations and RMS norms are written
+            in single steps, for runtimes that lack these operators; the graph is larger, and slower in ONNX Runtime.
         samples: inputs to verify with, as for `verify_onnx`; made up if None.
         padded_rows: as for `verify_onnx`.
         tolerance: as for `verify_onnx`.
@@ -109,8 +110,8 @@ def export_onnx(
         FileExistsError: `path` holds something else and `force` is False.
     """
     path = pathlib.Path(path)
-    if opset not in _OPSETS:
-        raise ExportError(f"`opset` must be one of {_OPSETS}. Received: opset={opset}")
+    if opset not in OPSETS:
+        raise ExportError(f"`opset` must be from {OPSETS[0]} to {OPSETS[-1]}. Received: opset={opset}")
     if logits not in ("all", "last"):
         raise ExportError(f"`logits` must be 'all' or 'last'. Received: logits={logits!r}")
     if target not in TARGETS:
@@ -148,10 +149,10 @@ def export_onnx(
         config["form"] = form
         weights: dict[str, Weight] = {}
         if family is None:
-            graphs = _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names, opset)
+            graphs = _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names)
         else:
-            graphs = _cached_graphs(model, family, min_length, max_length, logits, target, opset)
-        made = [(name, graph, convert(lowered, form)) for name, graph, lowered in graphs]
+            graphs = _cached_graphs(model, family, min_length, max_length, logits, target)
+        made = [(name, graph, lower_opset(convert(lowered, form), opset)) for name, graph, lowered in graphs]
         _share([model for _, _, model in made], folder)
         for name, graph, lowered in made:
             weights |= {weight.name: weight for weight in graph.weights}
@@ -191,16 +192,16 @@ def export_onnx(
     return report
 
 
-def _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names, opset):
+def _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names):
     """Name, traced graph and ONNX model of a model without a cache."""
     inputs = model_inputs(model, input_signature)
     call = call_by_name(model, [entry.name for entry in inputs])
     specs, axes = free_axes(inputs, call, dynamic_axes, min_length, max_length)
     graph = trace(call, specs, axes, model, _output_names(model) if output_names is None else output_names)
-    yield "model", graph, lower(graph, opset)
+    yield "model", graph, lower(graph)
 
 
-def _cached_graphs(model, family, min_length, max_length, logits, target, opset):
+def _cached_graphs(model, family, min_length, max_length, logits, target):
     """The same of each graph of a model with a cache."""
 
     def traced(function, specs, axes, names):
@@ -208,11 +209,11 @@ def _cached_graphs(model, family, min_length, max_length, logits, target, opset)
 
     if target == "generator":
         parts = family.generator(model, min_length, max_length)
-        yield "model", *trace_generator(parts, traced, lambda graph: lower(graph, opset))
+        yield "model", *trace_generator(parts, traced, lambda graph: lower(graph))
         return
     for name, part in family.graphs(model, min_length, max_length, logits, target).items():
         graph = traced(*part)
-        yield name, graph, lower(graph, opset)
+        yield name, graph, lower(graph)
 
 
 def trace(

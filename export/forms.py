@@ -150,9 +150,9 @@ def _shrink(model, scheme):
         if stored is None:
             continue
         for node in products:
-            _replace(node, scheme.product(node, stored))
+            replace(node, scheme.product(node, stored))
         for node in tables:
-            _replace(node, scheme.look_up(node, stored))
+            replace(node, scheme.look_up(node, stored))
         for node in transposed:
             node.graph.remove(node, safe=True)
         if not weight.uses():
@@ -192,7 +192,7 @@ def _axis(node):
     return node.attributes["axis"].as_int() if "axis" in node.attributes else 0
 
 
-class _Writer:
+class Writer:
     """Adds nodes before another one, in its graph, under its name."""
 
     def __init__(self, node: onnx_ir.Node):
@@ -208,7 +208,7 @@ class _Writer:
         return made.outputs[0] if outputs == 1 else made.outputs
 
 
-def _replace(node, value):
+def replace(node, value):
     """Lets `value` stand for the only result of `node`."""
     old = node.outputs[0]
     name = old.name
@@ -245,7 +245,7 @@ class _Dynamic:
 
     def product(self, node, stored):
         weight, scales, as_rows = stored
-        write, x = _Writer(node), node.inputs[0]
+        write, x = Writer(node), node.inputs[0]
         quantized, scale, zero = _quantized(write, x)
         if as_rows:
             weight = write("Transpose", weight, perm=[1, 0])
@@ -254,7 +254,7 @@ class _Dynamic:
 
     def look_up(self, node, stored):
         weight, scales, _ = stored
-        write, ids = _Writer(node), node.inputs[1]
+        write, ids = Writer(node), node.inputs[1]
         rows = write("Cast", write("Gather", weight, ids, name=f"{node.name}/rows", axis=0), to=1)
         factor = write("Gather", scales, ids, name=f"{node.name}/scales", axis=0)
         last = write("Constant", name=f"{node.name}/last", value_ints=[-1])
@@ -314,7 +314,7 @@ class _Blocks:
 
     def product(self, node, stored):
         packed, scales, (width, count) = stored
-        return _Writer(node)(
+        return Writer(node)(
             "MatMulNBits",
             node.inputs[0],
             packed,
@@ -329,7 +329,7 @@ class _Blocks:
 
     def look_up(self, node, stored):
         packed, scales, (width, count) = stored
-        write = _Writer(node)
+        write = Writer(node)
         shape = write("Constant", name=f"{node.name}/shape", value_ints=[count, width * self.bits // 8])
         rows = write("Reshape", packed, shape, name=f"{node.name}/packed")
         return write(

@@ -51,20 +51,16 @@ def find_rule(kind: type | str) -> Rule | None:
     return None
 
 
-def lower(graph: ir.Graph, opset: int = 23) -> onnx_ir.Model:
+def lower(graph: ir.Graph) -> onnx_ir.Model:
     """Writes a traced graph as an ONNX model.
 
     Args:
         graph: the traced graph.
-        opset: version of the standard operators, 23 at least.
 
     Raises:
-        ValueError: `opset` is below 23.
         UnsupportedOperationError: an operation has no rule, or its rule does not cover this use of it.
     """
-    if opset < 23:
-        raise ValueError(f"`opset` must be at least 23, the first with Attention. Received: opset={opset}")
-    g = GraphBuilder(graph, opset)
+    g = GraphBuilder(graph)
     tensors: dict[ir.Value, Tensor] = dict(zip(graph.inputs, g.inputs, strict=True))
 
     def resolve(item):
