@@ -264,8 +264,8 @@ def write(model: onnx_ir.Model, graph: Graph, path: pathlib.Path, config: dict[s
 
 def _share(models: Sequence[onnx_ir.Model], folder: pathlib.Path) -> None:
     """Puts what several graphs hold into one file, which all of them name."""
-    if sum(map(_size, models)) > _EXTERNAL_DATA_FROM:
-        return  # each has a file of its own
+    if len(models) < 2 or sum(map(_size, models)) > _EXTERNAL_DATA_FROM:
+        return  # the latter have a file each
     places: dict[tuple, list[onnx_ir.Value]] = {}
     for model in models:
         for value in model.graph.initializers.values():
