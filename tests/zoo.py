@@ -459,13 +459,88 @@ def run(names: list[str], cases: dict[str, Case]) -> dict[str, dict]:
     return results
 
 
+HEADER = """# KerasHub's backbones
+
+Made by `make zoo`. Each backbone has two layers, sizes that differ from each other, random weights (biases and the
+scales of norms too), tables and windows short enough to be outgrown, and fewer key heads than query heads where it
+can. `export_onnx` exports it with a free batch and free lengths and verifies it. Then it is compared a second time,
+without the exporter's verification: ONNX Runtime beside the model itself, at (batch, length) = (1, 1), (2, 8), (3, 13)
+and the longest, with ids in padded places and holes in every mask, and again with a row that is all padding. Nothing
+is left out of the comparison; an entry that is not finite in Keras must be the same in the graph. A model passes if no
+entry differs by more than 1e-5 · (1 + max|output|).
+
+"Difference" is the largest on any backend, in units of 1 + max|output|; "nodes" counts those of the graph; "marks" are
+its nodes that stand for several operations, and each `Softmax`, `Where` and `Einsum`; "seconds" are those of export and
+both comparisons, on two cores that others used as well.
+"""
+COLUMNS = """
+| | verified on | difference | nodes | marks | seconds ({names}) |
+|---|---|---|---|---|---|
+"""
+# Where the backends' files differ.
+WHY = {}
+
+
+def table(cases: dict[str, Case], found: dict[str, dict]) -> str:
+    """One row a backbone; `found` are the results by backend."""
+    lines = []
+    for name in cases:
+        rows = {backend: results[name] for backend, results in found.items() if name in results}
+        good = [backend for backend, row in rows.items() if row["verified"]]
+        if not rows:
+            continue
+        cells = [", ".join(BACKENDS[backend] for backend in good) or "none"]
+        if good:
+            nodes = sorted({rows[backend]["nodes"] for backend in good})
+            counts = rows[good[-1]]["counts"]
+            cells += [f"{max(rows[backend]['difference'] for backend in good):.0e}", "–".join(map(str, nodes))]
+            cells += [", ".join(f"{count} {key}" for key, count in counts.items() if key not in ("MatMul",))]
+        else:
+            cells += ["", "", ""]
+        cells += [", ".join(f"{row['seconds']:.0f}" for row in rows.values())]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    backends = [backend for backend, results in found.items() if set(cases) & set(results)]
+    return COLUMNS.format(names=", ".join(BACKENDS[backend] for backend in backends)) + "\n".join(lines) + "\n"
+
+
+def write_page(files: list[pathlib.Path]) -> None:
+    """Writes docs/zoo.md from what several runs found."""
+    found: dict[str, dict] = {backend: {} for backend in BACKENDS}
+    for file in files:
+        content = json.loads(file.read_text())
+        found[content["backend"]] |= content["results"]
+    runs = [row for name in ZOO for results in found.values() if (row := results.get(name))]
+    page = HEADER + table(ZOO, found)
+    page += f"\n{sum(row['verified'] for row in runs)} of {len(runs)} pass.\n"
+    equal = [
+        name
+        for name in ZOO
+        if len({results.get(name, {}).get("sha256", backend) for backend, results in found.items()}) == 1
+    ]
+    page += f"\nThe file is the same, byte for byte, on all backends for {len(equal)} of {len(ZOO)}."
+    page += "".join(f" {name}: {WHY.get(name, 'it differs')}." for name in ZOO if name not in equal) + "\n"
+    undefined = [name for name in ZOO if any(results.get(name, {}).get("undefined") for results in found.values())]
+    page += f"\nKeras gives numbers that are not finite in: {', '.join(undefined) or 'none of them'}.\n"
+    others = {name: results[name] for results in found.values() for name in OTHERS if name in results}
+    if others:
+        page += "\n## Others that are tried\n\nIn the same way, on fewer backends.\n" + table(OTHERS, found)
+        for name, row in others.items():
+            if not row["verified"]:
+                page += f"\n{name}: {row['error'].splitlines()[0][:300]}\n"
+    PAGE.write_text(page, encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__.splitlines()[0])
     parser.add_argument("--names", nargs="+", help="these only")
     parser.add_argument("--others", action="store_true", help="the models that are tried beside the zoo")
     parser.add_argument("--json", type=pathlib.Path, help="where to write what was found")
+    parser.add_argument("--docs", nargs="+", type=pathlib.Path, help="write docs/zoo.md from these files")
     args = parser.parse_args(arguments)
+    if args.docs:
+        write_page(args.docs)
+        return 0
     cases = OTHERS if args.others else ZOO
     names = args.names or list(cases)
     results = run(names, ZOO | OTHERS)
