@@ -22,10 +22,10 @@ import tempfile
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-from rounds import ratios
 
 from keras_transformer import pretrained
 from keras_transformer.export import OnnxEncoder, OnnxTransformer, export_onnx
+from keras_transformer.export.bench import ratios
 from keras_transformer.export.forms import FORMS
 
 SENTENCES = [

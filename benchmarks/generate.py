@@ -23,8 +23,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
-from rounds import ratios
 
+from keras_transformer.export.bench import ratios
 from keras_transformer.models import Transformer
 
 VOCABULARY = 1000

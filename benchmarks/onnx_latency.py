@@ -26,9 +26,9 @@ import numpy as np
 import onnx
 import onnxruntime
 from keras import layers
-from rounds import ratios
 
 from keras_transformer.export import export_onnx
+from keras_transformer.export.bench import ratios
 
 LENGTHS = (16, 128, 512)
 

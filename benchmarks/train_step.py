@@ -17,8 +17,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 from keras import layers
-from rounds import ratios
 
+from keras_transformer.export.bench import ratios
 from keras_transformer.layers import TransformerEncoderBlock
 
 VOCABULARY = 1000

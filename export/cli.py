@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import importlib
 import importlib.util
 import json
@@ -23,6 +24,7 @@ Exports Keras Transformers to ONNX, verified against ONNX Runtime, and runs the 
   keras-transformer translate exported < in > out      one line in, one line out; needs no Keras
   keras-transformer generate exported < prompts        what follows each line; needs no Keras
   keras-transformer embed exported vectors.npy < in    a vector for each line; needs no Keras
+  keras-transformer bench exported other               times of exported models beside each other
   keras-transformer info exported                      what a directory holds; needs no Keras
 
 Exit status: 0 success; 1 the model cannot be exported or differs from its export; 2 wrong usage or input."""
@@ -86,7 +88,9 @@ def parser() -> argparse.ArgumentParser:
         "export leaves nothing.",
     )
     _model_and_directory(export, "directory to write; FILE.onnx writes a single graph alone")
-    export.add_argument("--opset", type=int, default=23, help="version of the ONNX operators, from 17 (default: %(default)s)")
+    export.add_argument(
+        "--opset", type=int, default=23, help="version of the ONNX operators, from 17 (default: %(default)s)"
+    )
     export.add_argument(
         "--min-length", type=int, metavar="N", help="smallest size of every free axis but the batch (default: 1)"
     )
@@ -164,6 +168,25 @@ def parser() -> argparse.ArgumentParser:
     )
     _runner(embed)
     embed.add_argument("output", metavar="FILE.npy", help="file to write; one that is there is replaced")
+
+    bench = command(
+        _bench,
+        "bench",
+        "time exported models beside each other",
+        "Runs exported models, such as the forms of one, in turn: one call of a graph, or a few generated tokens.\n"
+        "Prints sizes, median times, and the ratio to the first. Needs no Keras.",
+    )
+    bench.add_argument("paths", metavar="DIR", nargs="+", help="exported directory or .onnx file")
+    for name, default, what in (
+        ("batch", 1, "rows"),
+        ("length", 32, "tokens of each row, or of each prompt"),
+        ("new-tokens", 16, "tokens to generate"),
+        ("rounds", 15, "how often each runs"),
+    ):
+        bench.add_argument(
+            f"--{name}", type=_positive, default=default, metavar="N", help=f"{what} (default: %(default)s)"
+        )
+    bench.add_argument("--threads", type=_positive, metavar="N", help="threads of ONNX Runtime (default: all cores)")
 
     info = command(
         _info,
@@ -368,6 +391,15 @@ def _embed(options):
     print(f"Wrote {output}: {vectors.shape[0]} vectors of {vectors.shape[1]} numbers")
 
 
+def _bench(options):
+    from keras_transformer.export.bench import bench
+
+    asked = {name: getattr(options, name) for name in ("batch", "length", "new_tokens", "rounds", "threads")}
+    print(f"{'bytes':>14} {'median ms':>10} {'ratio':>7}")
+    for row in bench(options.paths, **asked):
+        print(f"{row['size']:14,} {row['milliseconds']:10.2f} {row['ratio']:7.2f}  {row['path']}")
+
+
 def _info(options):
     from keras_transformer.export import runtime
 
@@ -382,10 +414,26 @@ def _info(options):
     for name, entry in files.items():
         print(f"\n{name} ({entry['size']:,} bytes)")
         if name.endswith(".onnx"):
+            print(f"  {_operators(directory / name)}")
             session = runtime.open_session(directory / name)
             for word, nodes in (("in", session.get_inputs()), ("out", session.get_outputs())):
                 for node in nodes:
                     print(f"  {word:4} {node.name:28} {node.type[7:-1]:8} ({', '.join(map(str, node.shape))})")
+
+
+def _operators(path):
+    """How often each operator occurs, those in subgraphs included."""
+    try:
+        import onnx
+    except ImportError:
+        return "operators: unknown without the package onnx"
+    counts = collections.Counter()
+    graphs = [onnx.load(path, load_external_data=False).graph]
+    while graphs:
+        for node in graphs.pop().node:
+            counts[node.op_type] += 1
+            graphs += [attribute.g for attribute in node.attribute if attribute.type == onnx.AttributeProto.GRAPH]
+    return f"{counts.total()} nodes: " + ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
 def _verified(path):

@@ -125,7 +125,8 @@ def test_import_finds_the_models_own_layers(tmp_path, monkeypatch, capsys):
     assert "--import" in capsys.readouterr().err
     assert cli.main(["export", "doubled.keras", "doubled", "--import", "own_layers"]) == 0
     assert cli.main(["info", "doubled"]) == 0
-    assert "model.onnx" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "model.onnx" in output and "nodes: " in output
 
 
 def test_translate_needs_no_keras(saved):
@@ -174,12 +175,41 @@ def test_info_needs_no_keras(saved):
     result = run_without_keras("info", saved / "exported")
     assert result.returncode == 0, result.stderr
     output = result.stdout.decode()
-    for part in ("encoder-decoder", "decoder.onnx", "past_key_values.0.key", "(batch, length)", "verified", "yes: "):
+    for part in (
+        "encoder-decoder",
+        "form                     fp32",
+        "decoder.onnx",
+        "past_key_values.0.key",
+        "(batch, length)",
+        "verified",
+        "yes: ",
+    ):
         assert part in output
 
 
+def test_bench_needs_no_keras(saved):
+    numbers = ["--batch", 2, "--length", 7, "--new-tokens", 3, "--rounds", 2, "--threads", 1]
+    result = run_without_keras("bench", saved / "exported", saved / "exported", *numbers)
+    assert result.returncode == 0, result.stderr
+    head, first, second = result.stdout.decode().splitlines()
+    assert head.split() == ["bytes", "median", "ms", "ratio"]
+    size, milliseconds, ratio, path = first.split()
+    assert path == str(saved / "exported") and float(milliseconds) > 0 and float(ratio) == 1
+    assert second.split()[0] == size and float(second.split()[2]) > 0
+
+
 def test_help(capsys):
-    for arguments in ([], ["demo"], ["export"], ["verify"], ["translate"], ["generate"], ["embed"], ["info"]):
+    for arguments in (
+        [],
+        ["demo"],
+        ["export"],
+        ["verify"],
+        ["translate"],
+        ["generate"],
+        ["embed"],
+        ["bench"],
+        ["info"],
+    ):
         with pytest.raises(SystemExit) as error:
             cli.main([*arguments, "--help"])
         assert error.value.code == 0
