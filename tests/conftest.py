@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(config, items):
         for marker in item.iter_markers("backends"):
             if BACKEND not in marker.args:
                 item.add_marker(pytest.mark.skip(reason=f"concerns {', '.join(marker.args)}, not {BACKEND}"))
-        if BACKEND != ONCE and item.get_closest_marker("once") and not config.getoption("every_backend"):
+        once = item.get_closest_marker("once") and not item.get_closest_marker("backends")
+        if once and BACKEND != ONCE and not config.getoption("every_backend"):
             item.add_marker(pytest.mark.skip(reason=f"runs on {ONCE}; --every-backend runs it here, too"))
 
 

