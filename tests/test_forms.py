@@ -11,10 +11,11 @@ import pytest
 
 from keras_transformer.export import export_onnx, verify_onnx
 from keras_transformer.export.errors import ExportError, VerificationError
-from keras_transformer.export.forms import FORMS, convert
+from keras_transformer.export.forms import FORMS, LEAST_COSINE, convert
 from keras_transformer.export.runtime import OnnxCausalLM, OnnxTransformer
-from keras_transformer.models import CausalLM, Transformer
+from keras_transformer.models import CausalLM, Encoder, Transformer
 from tests import mutations
+from tests.checks import numpy
 
 # The graphs are the same bytes on every backend, and so are their forms.
 pytestmark = pytest.mark.once
@@ -148,6 +149,25 @@ def test_quantized_graphs_have_no_float_weights(directories):
         (sine,) = (node for node in graph.node if node.op_type == "Sin")
         types = {v.name: v.type.tensor_type.elem_type for v in graph.value_info}
         assert types.get(sine.output[0], onnx.TensorProto.FLOAT) == onnx.TensorProto.FLOAT
+
+
+@pytest.mark.parametrize("form", SMALLER)
+def test_free_axes_padded_rows_and_no_dropout_in_every_form(form, tmp_path):
+    model = rough(Encoder(131, **ARGUMENTS, dropout=0.5, pad_id=0))
+    export_onnx(model, tmp_path / "model.onnx", form=form, verify=False)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    assert not any(node.op_type.startswith(("Random", "Bernoulli", "Dropout")) for node in graph.node)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape == ["batch", "length"]
+    for batch, length in ((1, 1), (2, 3), (5, 9), (3, 17)):
+        ids = np.random.default_rng(length).integers(1, 131, (batch, length)).astype("int32")
+        ids[-1] = 0
+        (first,), (again,) = (session.run(None, {"token_ids": ids}) for _ in range(2))
+        np.testing.assert_array_equal(first, again)
+        expected = numpy(model(ids))
+        assert np.isfinite(first).all() and first.shape == expected.shape
+        cosine = (first * expected).sum() / np.linalg.norm(first) / np.linalg.norm(expected)
+        assert cosine > LEAST_COSINE[form]
 
 
 @pytest.mark.parametrize("form", ["fp16", "int8"])
