@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 DEMO_OUTPUT ?= runs/demo-$(BACKEND)
 
-.PHONY: help demo test lint format clean $(BACKENDS:%=test-%)
+.PHONY: help demo test zoo lint format clean $(BACKENDS:%=test-%)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -14,6 +14,7 @@ help:
 	@echo "make demo [BACKEND=$(BACKEND)]  set up $(VENV), then train, export, verify and run a small translator"
 	@echo "make test                    set up $(VENV), lint, then the tests on $(BACKENDS)"
 	@echo "make test-jax                the tests on one backend (test-tensorflow, test-jax, test-torch)"
+	@echo "make zoo                     export KerasHub's backbones on $(BACKENDS), and write docs/zoo.md"
 	@echo "make lint, make format       ruff"
 	@echo "make clean                   remove $(VENV) and build products"
 
@@ -61,6 +62,12 @@ test: lint
 
 $(BACKENDS:%=test-%): test-%: $(VENV)/.installed-tests
 	KERAS_BACKEND=$* $(BIN)/python -m pytest -q -p no:cacheprovider
+
+zoo: $(VENV)/.installed-tests
+	@mkdir -p runs
+	@for backend in $(BACKENDS); do \
+	  KERAS_BACKEND=$$backend $(BIN)/python -m tests.zoo --json runs/zoo-$$backend.json || true; done
+	$(BIN)/python -m tests.zoo --docs $(BACKENDS:%=runs/zoo-%.json)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -533,6 +533,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     # Keras leaves `==` out, so that tensors can be looked for in lists: layer code would always read False.
     yield keras.KerasTensor, "__eq__", _equal
     yield nn, "check_conv_input_channels", _check_channels(nn.check_conv_input_channels)
+    yield nn.BatchNorm, "compute_output_spec", _norm_spec(nn.BatchNorm.compute_output_spec)
     yield keras.layers.Layer, "add_loss", _not_traced(keras.layers.Layer.add_loss)
     yield KerasVariable, "assign", _forbidden(KerasVariable.assign, _tracer, "writes to a variable")
     yield KerasVariable, "__init__", _forbidden(KerasVariable.__init__, _any_tracer, "creates a variable")
@@ -701,6 +702,18 @@ def _check_channels(original):
             original(inputs, kernel, data_format)
 
     return check
+
+
+def _norm_spec(original):
+    """Keras' shape inference looks at the scale where there is none, if there is an offset."""
+
+    @functools.wraps(original)
+    def compute_output_spec(self, x, mean, variance, offset, scale):
+        if _any_tracer() is None or scale is not None:
+            return original(self, x, mean, variance, offset, scale)
+        return original(self, x, mean, variance, offset, mean)
+
+    return compute_output_spec
 
 
 def _not_traced(original):

@@ -307,6 +307,11 @@ CASES = {
     "full": (lambda x: ops.full(ops.shape(x), 3, dtype="int32") + ops.full_like(x, 2), [N]),
     "tri": (lambda x: ops.matmul(ops.tri(ops.shape(x)[1], dtype="float32"), x), [F]),
     "eye": (lambda x: ops.matmul(ops.eye(ops.shape(x)[1], dtype="float32"), x), [F]),
+    "identity": (lambda x: [ops.identity(ops.shape(x)[1]), x @ ops.identity(6)], [F]),
+    "diagonals below a length": (
+        lambda x: [ops.tri(3, k=ops.shape(x)[1] - 2), ops.eye(3, 4, k=1 - ops.shape(x)[1])],
+        [F],
+    ),
     # Our operations.
     "causal mask": (lambda x, y: kt.causal_mask(x, y), [N, "int32[B,S]"]),
     "square causal mask": (lambda x: kt.square_causal_mask(x), [F]),
@@ -663,6 +668,18 @@ def test_layer_equals_keras(name):
     layer = make()
     layer.build(tuple(dim if isinstance(dim, int) else None for dim in spec("x", text).shape))
     assert "Einsum" not in histogram(compare(layer, [text], {"layer": layer}))
+
+
+def test_batch_norm_after_a_convolution_is_one_node():
+    random = keras.initializers.RandomUniform(0.5, 1.5)
+    norm = keras.layers.BatchNormalization(
+        beta_initializer=random, moving_mean_initializer=random, moving_variance_initializer=random, scale=False
+    )
+    conv = keras.layers.Conv2D(3, (2, 3), padding="same", use_bias=False)
+    conv.build((None, None, 5, 4))
+    norm.build((None, None, 5, 3))
+    proto = compare(lambda x: norm(conv(x)), ["float32[B,T,5,4]"], {"conv": conv, "norm": norm})
+    assert histogram(proto) == {"Transpose": 2, "Conv": 1, "BatchNormalization": 1}
 
 
 KERAS_ATTENTION = {

@@ -210,6 +210,15 @@ def _batch_norm(g, node, x, mean, variance, offset=None, scale=None):
     axis = node.attributes["axis"] % x.rank
     shape = [dim if index == axis else 1 for index, dim in enumerate(x.shape)]
     x, mean, variance = (g.cast(tensor, wide) for tensor in (x, mean, variance))
+    if axis == 1 or g.producer(x, "Transpose"):
+        # After a convolution, with the channels first; ONNX Runtime makes one operation of both.
+        scale = g.expand(g.scalar(1.0, wide), variance.shape) if scale is None else g.cast(scale, wide)
+        offset = g.expand(g.scalar(0.0, wide), variance.shape) if offset is None else g.cast(offset, wide)
+        order = [0, axis, *(i for i in range(1, x.rank) if i != axis)]
+        moved = g.transpose(x, order)
+        inputs = (moved, scale, offset, mean, variance)
+        result = g.op("BatchNormalization", *inputs, epsilon=float(node.attributes["epsilon"]), shape=moved.shape)
+        return g.cast(g.transpose(result, [order.index(i) for i in range(x.rank)]), dtype)
     factor = g.op("Sqrt", g.op("Add", variance, g.scalar(float(node.attributes["epsilon"]), wide)))
     factor = g.op("Reciprocal", factor) if scale is None else g.op("Div", g.cast(scale, wide), factor)
     shift = g.op("Neg", g.op("Mul", mean, factor))
