@@ -53,12 +53,12 @@ def _full_like(g, node, x, fill_value):
 
 
 @register_lowering("eye", "identity", "tri")
-def _diagonals(g, node, N, M=None, k=0, **kwargs):
+def _diagonals(g, node, k=0, **kwargs):
     output = node.outputs[0]
     rows, columns = output.shape
     dtype = compute_dtype(output.dtype)
     make = np.tri if node.kind == "tri" else np.eye
-    if not isinstance(rows, Expr) and not isinstance(columns, Expr):
+    if not any(isinstance(number, Expr) for number in (rows, columns, k)):
         return g.constant(make(rows, columns, k).astype(numpy_dtype(output.dtype)), output.dtype)
     row = g.unsqueeze(steps(g, rows), [1])
     row = row if k == 0 else g.op("Add", row, g.scalar(k, "int64"))
