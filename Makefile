@@ -4,9 +4,11 @@ BACKENDS := tensorflow jax torch
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+SEED ?= 0
+COUNT ?= 300
 DEMO_OUTPUT ?= runs/demo-$(BACKEND)
 
-.PHONY: help demo test zoo lint format clean $(BACKENDS:%=test-%)
+.PHONY: help demo test zoo fuzz lint format clean $(BACKENDS:%=test-%)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -15,6 +17,7 @@ help:
 	@echo "make test                    set up $(VENV), lint, then the tests on $(BACKENDS)"
 	@echo "make test-jax                the tests on one backend (test-tensorflow, test-jax, test-torch)"
 	@echo "make zoo                     export KerasHub's backbones on $(BACKENDS), and write docs/zoo.md"
+	@echo "make fuzz [BACKEND=$(BACKEND) COUNT=$(COUNT) SEED=$(SEED)]  export random models and compare each with Keras"
 	@echo "make lint, make format       ruff"
 	@echo "make clean                   remove $(VENV) and build products"
 
@@ -68,6 +71,9 @@ zoo: $(VENV)/.installed-tests
 	@for backend in $(BACKENDS); do \
 	  KERAS_BACKEND=$$backend $(BIN)/python -m tests.zoo --json runs/zoo-$$backend.json || true; done
 	$(BIN)/python -m tests.zoo --docs $(BACKENDS:%=runs/zoo-%.json)
+
+fuzz: $(VENV)/.installed-tests
+	KERAS_BACKEND=$(BACKEND) $(BIN)/python -m tests.fuzz --seed $(SEED) --count $(COUNT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
