@@ -1,5 +1,6 @@
 """One graph that generates: the tokens of Keras, greedy and drawn, from one call without a loop outside."""
 
+import keras
 import numpy as np
 import onnx
 import pytest
@@ -22,10 +23,13 @@ MODELS = {
 PROMPTS = [[5, 6, 7, 8, 9, 3, 4], [11], [13, 5, 4]]
 OPTIONS = [
     {},
-    {"temperature": 1.0, "seed": 7},
     {"temperature": 0.9, "seed": 2**32 - 1, "top_k": 7, "top_p": 0.8},
+    {"temperature": 1.0, "seed": 7},
     {"temperature": 1.1, "seed": 2**31, "top_k": 1000},
 ]
+if keras.config.backend() != "torch":
+    # Each is a program of its own in Keras; the graph is the same.
+    OPTIONS = OPTIONS[:2]
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +50,16 @@ def exported(tmp_path_factory):
     return export
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.once), "llama", "encoder-decoder"])
 def test_generates_what_keras_generates(exported, name):
     model, path = exported(name)
     generator = OnnxGenerator(path)
     for options in OPTIONS:
         expected = model.generate(PROMPTS, 11, **options)
         np.testing.assert_array_equal(generator.generate(PROMPTS, 11, **options), expected, err_msg=str(options))
-    np.testing.assert_array_equal(generator.generate([[7]], 1), model.generate([[7]], 1))
-    np.testing.assert_array_equal(generator.generate([[7]], 18), model.generate([[7]], 18))
+    for length in (1, 18):
+        expected = model.generate([[7]], length, compile=False)
+        np.testing.assert_array_equal(generator.generate([[7]], length), expected)
     assert generator.generate([[7]], temperature=1.0).shape[0] == 1  # a seed of its own
 
 

@@ -1,6 +1,5 @@
 """What holds of attention whatever the numbers: laws, at sizes and with inputs that hypothesis draws."""
 
-import keras
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,7 @@ LAYERS = {
     "encoder": lambda **options: Layered(layers.TransformerEncoder(2, N, 11), **options),
 }
 # JAX compiles every operation for every shape that is drawn.
-few = settings(max_examples=10 if keras.config.backend() == "jax" else 25)
+few = settings()
 seeds = st.integers(0, 2**31)
 lengths = st.integers(1, 5)
 
