@@ -93,7 +93,9 @@ class GraphBuilder:
     def weight(self, weight: ir.Weight) -> Tensor:
         """The initializer that holds `weight`."""
         if weight not in self._weights:
-            array = np.ascontiguousarray(weight.array).astype(numpy_dtype(weight.dtype), copy=False)
+            # NumPy makes a contiguous scalar one of rank 1.
+            array = np.ascontiguousarray(weight.array).reshape(weight.shape)
+            array = array.astype(numpy_dtype(weight.dtype), copy=False)
             name, count = weight.name, 1
             while name in self._initializers and not _same(self._initializers[name].array, array):
                 name, count = f"{weight.name}.{weight.dtype}" + (f".{count}" if count > 1 else ""), count + 1

@@ -804,6 +804,13 @@ def test_a_size_that_is_only_seen_in_a_sum():
     compare(lambda x, y: ops.arange(ops.shape(y)[1] - ops.shape(x)[1]), ["float32[B,T]", "float32[B,P+T]"])
 
 
+def test_a_weight_may_be_a_scalar():
+    layer = keras.layers.Layer()
+    layer.factor = layer.add_weight(shape=(), initializer="ones")
+    layer.factor.assign(2.5)
+    compare(lambda x: [x * layer.factor, x * ops.cast(layer.factor, "float32")], [F], {"layer": layer})
+
+
 def test_tied_weights_are_stored_once():
     embedding = layers.TokenEmbedding(5, 6)
     embedding.build((None, None))
