@@ -219,6 +219,13 @@ def _batch_norm(g, node, x, mean, variance, offset=None, scale=None):
         inputs = (moved, scale, offset, mean, variance)
         result = g.op("BatchNormalization", *inputs, epsilon=float(node.attributes["epsilon"]), shape=moved.shape)
         return g.cast(g.transpose(result, [order.index(i) for i in range(x.rank)]), dtype)
+    if all(tensor is None or tensor.array is not None for tensor in (mean, variance, offset, scale)):
+        # Numbers that are known already are computed once, here.
+        scale, offset = (1.0 if scale is None else scale.array), (0.0 if offset is None else offset.array)
+        factor = scale / np.sqrt(variance.array.astype("float64") + float(node.attributes["epsilon"]))
+        shift = offset - mean.array * factor
+        product = g.op("Mul", x, g.constant(factor.reshape(shape), wide))
+        return g.cast(g.op("Add", product, g.constant(shift.reshape(shape), wide)), dtype)
     factor = g.op("Sqrt", g.op("Add", variance, g.scalar(float(node.attributes["epsilon"]), wide)))
     factor = g.op("Reciprocal", factor) if scale is None else g.op("Div", g.cast(scale, wide), factor)
     shift = g.op("Neg", g.op("Mul", mean, factor))
