@@ -70,7 +70,8 @@ zoo: $(VENV)/.installed-tests
 	@mkdir -p runs
 	@for backend in $(BACKENDS); do \
 	  KERAS_BACKEND=$$backend $(BIN)/python -m tests.zoo --json runs/zoo-$$backend.json || true; done
-	$(BIN)/python -m tests.zoo --docs $(BACKENDS:%=runs/zoo-%.json)
+	@KERAS_BACKEND=torch $(BIN)/python -m tests.zoo --others --json runs/zoo-others.json || true
+	$(BIN)/python -m tests.zoo --docs $(BACKENDS:%=runs/zoo-%.json) runs/zoo-others.json
 
 fuzz: $(VENV)/.installed-tests
 	KERAS_BACKEND=$(BACKEND) $(BIN)/python -m tests.fuzz --seed $(SEED) --count $(COUNT)

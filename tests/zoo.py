@@ -13,8 +13,10 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 import warnings
@@ -438,7 +440,7 @@ def try_out(case: Case, folder: pathlib.Path) -> dict:
         result["text"] = hashlib.sha256(text.encode()).hexdigest()
         result["verified"] = True
     except Exception as error:
-        trace = [line for line in traceback.format_exc().splitlines() if "/work/" in line][-3:]
+        trace = [line for line in traceback.format_exc().splitlines() if str(ROOT) in line][-3:]
         result |= {"verified": False, "error": f"{type(error).__name__}: {error}", "trace": trace}
     for graph in traced:
         kinds = {node.kind for node in graph.nodes if isinstance(node.kind, type)}
@@ -536,10 +538,12 @@ def write_page(files: list[pathlib.Path]) -> None:
     page += f"\nKeras gives numbers that are not finite in: {', '.join(undefined) or 'none of them'}.\n"
     others = {name: results[name] for results in found.values() for name in OTHERS if name in results}
     if others:
-        page += "\n## Others that are tried\n\nIn the same way, on fewer backends.\n" + table(OTHERS, found)
+        page += "\n## Others that are tried\n\nIn the same way, on torch.\n" + table(OTHERS, found)
         for name, row in others.items():
             if not row["verified"]:
-                page += f"\n{name}: {row['error'].splitlines()[0][:300]}\n"
+                # Where it was installed is nobody's business.
+                said = re.sub(r"/\S*site-packages/", "", row["error"].splitlines()[0])
+                page += f"\n{name}: `{textwrap.shorten(said, 240)}`\n"
     PAGE.write_text(page, encoding="utf-8")
 
 
