@@ -70,8 +70,10 @@ def session(proto):
     return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def feed(value, sizes, rng):
+def feed(value, sizes, rng, whole=False):
     shape = [dim if isinstance(dim, int) else dim.evaluate(sizes) for dim in value.shape]
+    if whole:
+        return np.arange(np.prod(shape)).reshape(shape).astype(value.dtype)
     if value.dtype == "bool":
         return rng.random(shape) < 0.6
     if "int" in value.dtype:
@@ -79,14 +81,14 @@ def feed(value, sizes, rng):
     return rng.normal(size=shape).astype(value.dtype)
 
 
-def compare(function, texts, root=None, sizes=SIZES, tolerance=TOLERANCE):
+def compare(function, texts, root=None, sizes=SIZES, tolerance=TOLERANCE, whole=False):
     """Runs both at each of `sizes` ((B, T), then S and P follow); returns the ONNX model."""
     proto, graph = build(function, texts, root)
     run = session(proto)
     rng = np.random.default_rng(0)
     for batch, length in sizes:
         at = {"batch": batch, "length": length, "slots": length + 2, "past": length - 1}
-        feeds = [feed(value, at, rng) for value in graph.inputs]
+        feeds = [feed(value, at, rng, whole) for value in graph.inputs]
         got = run.run(None, {value.name: array for value, array in zip(graph.inputs, feeds, strict=True)})
         wanted = keras.tree.flatten(function(*(ops.convert_to_tensor(array) for array in feeds)))
         assert len(got) == len(wanted)
@@ -119,7 +121,7 @@ CASES = {
     "divide int": (lambda x: ops.divide(x, 3), [N]),
     "true divide": (lambda x: ops.true_divide(x, 2), [F]),
     "floor divide": (lambda x: (x - 3) // 2, [N]),
-    "floor divide float": (lambda x: ops.floor_divide(x, 0.3), [F]),
+    "floor divide float": (lambda x: [ops.floor_divide(x, 0.3), x // -0.3, x // 0.0], [F]),
     "mod": (lambda x: (x - 3) % 4, [N]),
     "mod float": (lambda x: ops.mod(x, 0.7), [F]),
     "mod negative divisor": (lambda x: ops.mod(x, -3), [N]),
@@ -341,6 +343,11 @@ def test_operation_equals_keras(name):
     compare(*CASES[name])
 
 
+@pytest.mark.backends("jax", "torch")  # TensorFlow rounds the quotient first
+def test_a_quotient_that_rounds_up_to_an_integer_is_divided_down():
+    compare(lambda x: [x // 0.3, x // -0.3, (0.0 - x) // 0.1], ["float32[T]"], sizes=[(1, 12)], whole=True)
+
+
 # Attention.
 
 X, H4 = "float32[B,T,8]", "float32[B,T,2,4]"
@@ -437,6 +444,19 @@ def test_dot_product_attention():
     compare(lambda q: ops.dot_product_attention(q, q, q, is_causal=True), [H4])
 
 
+@pytest.mark.parametrize("scale, cap", [(-0.5, None), (0.0, None), (-0.5, 2.0)])
+def test_attention_whose_scores_are_scaled_by_no_positive_number(scale, cap):
+    """For which ONNX Runtime's node has no scale."""
+
+    def function(q, k, v):
+        scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * scale
+        scores = scores if cap is None else cap * ops.tanh(scores / cap)
+        return ops.matmul(ops.softmax(scores), v)
+
+    compare(function, ["float32[B,3,T,6]"] * 3)
+    compare(lambda q, k, v: ops.dot_product_attention(q, k, v, scale=scale), ["float32[B,T,3,6]"] * 3)
+
+
 def test_attention_in_single_steps_becomes_one_node():
     def function(q, k, v, bias):
         q, k, v = (ops.transpose(x, (0, 2, 1, 3)) for x in (q, k, v))
@@ -496,6 +516,14 @@ def test_rms_norm_in_single_steps_becomes_one_node(power):
         return ops.multiply(scale, x * ops.rsqrt(ops.mean(square, axis=-1, keepdims=True) + 1e-5))
 
     assert histogram(compare(norm, [F])) == {"RMSNormalization": 1}
+
+
+@pytest.mark.parametrize("scale", [None, np.ones((4, 6), "float32")])
+def test_a_factor_after_an_rms_norm_over_two_axes_is_not_its_scale(scale):
+    def function(x):
+        return ops.multiply(ops.rms_normalization(x, scale, axis=(-2, -1)), np.arange(6, dtype="float32"))
+
+    compare(function, ["float32[B,4,6]"])
 
 
 def test_what_only_looks_like_an_rms_norm_stays_in_single_steps():

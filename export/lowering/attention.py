@@ -151,6 +151,9 @@ def attend(
     query, factor = _unscaled(g, query)
     if factor != 1.0:
         scale = factor * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if scale is not None and not scale > 0:
+        # ONNX Runtime takes positive scales only.
+        query, scale = g.op("Mul", query, g.scalar(float(scale), dtype)), 1.0
     key, value = _unrepeated(g, key, value)
     (batch, length, num_heads, _), (_, slots, num_kv_heads, _) = query.shape, key.shape
     if mask is not None:

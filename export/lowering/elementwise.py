@@ -123,7 +123,13 @@ def _floor_divide(g, node, x1, x2):
     dtype = compute_dtype(_result_dtype(node))
     x1, x2 = g.cast(x1, dtype), g.cast(x2, dtype)
     if is_float(dtype):
-        return g.op("Floor", g.op("Div", x1, x2))
+        # Not the quotient rounded down: it may have been rounded up to an integer, as that of 3.0 and 0.3 is.
+        remainder = g.op("Mod", x1, x2, fmod=1)
+        result = g.op("Round", g.op("Div", g.op("Sub", x1, remainder), x2))
+        zero, one = g.scalar(0.0, dtype), g.scalar(1.0, dtype)
+        opposite = g.op("Less", g.op("Mul", remainder, x2), zero, dtype="bool")
+        result = g.op("Where", opposite, g.op("Sub", result, one), result, dtype=dtype)
+        return g.op("Where", g.op("Equal", x2, zero, dtype="bool"), g.op("Div", x1, x2), result, dtype=dtype)
     # Div rounds towards zero, `//` down; Mod has the sign of the divisor.
     return g.op("Div", g.op("Sub", x1, g.op("Mod", x1, x2)), x2)
 

@@ -14,7 +14,8 @@ def rms_norm(g: GraphBuilder, x1: Tensor, x2: Tensor) -> Tensor | None:
         if x.dtype not in ("float32", "float64"):
             return None
         known = g.producer(x, "RMSNormalization")
-        if known is not None and _is_one(known[1]) and factor.shape == x.shape[-1:]:
+        # Over the last axis alone, as its scale shows.
+        if known is not None and known[1].rank == 1 and _is_one(known[1]) and factor.shape == x.shape[-1:]:
             return _rms_norm(g, known[0], factor, x.value.producer().attributes["epsilon"].as_float())
         epsilon = _reciprocal_root_mean_square(g, factor, x)
         if epsilon is not None:
