@@ -76,7 +76,8 @@ def export_onnx(
         dynamic_axes: names of the free axes, `{"source": {0: "batch", 1: "source_length"}}`. Equal names are one axis.
             Without it axis 0 is the batch, and lengths are taken as one where the model needs them equal.
         min_length: smallest size of every free axis but the batch; 1 if None.
-        max_length: largest size; the smallest `max_length` of the model and its layers, if any has one, else no limit.
+        max_length: largest size; the smallest `max_length` of the model and its layers (or limit of a KerasHub model),
+            if any has one, else no limit.
         output_names: names of the graph's outputs, in the order of the model's. These three are not for graphs with a
             cache, which have names and axes of their own.
         opset: version of the standard ONNX operators, 17 to 23. Below 23 attention, rotations and RMS norms are written
@@ -136,9 +137,9 @@ def export_onnx(
         what = type(model).__name__ if tokenizer is None else "A graph with a tokenizer"
         raise ExportError(f"{what} becomes a directory. Received: path={str(path)!r}")
     _check_target(path, force)
-    limit = _longest(model)
+    limit, usual = _longest(model)
     if max_length is None:
-        max_length = limit
+        max_length = usual
     elif limit is not None and max_length > limit:
         raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
     with _staging(path) as folder:
@@ -304,10 +305,20 @@ def _kept_whole(layer: keras.layers.Layer) -> bool:
     return find_rule(type(layer)) is not None
 
 
-def _longest(model) -> int | None:
-    """The smallest `max_length` that the model or a layer in it has; None if there is no limit."""
-    layers = model._flatten_layers() if isinstance(model, keras.Layer) else ()
-    return min((size for layer in layers if isinstance(size := getattr(layer, "max_length", None), int)), default=None)
+def _longest(model) -> tuple[int | None, int | None]:
+    """The smallest `max_length` of the model and its layers, and the smallest limit of any name; None if there is none.
+
+    Other names are `max_sequence_length`, and the `sequence_length` of a layer that has a table of so many rows: those
+    of KerasHub. They need not be a limit of what the model takes, as `max_length` is.
+    """
+    own, others = [], []
+    for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
+        own.append(getattr(layer, "max_length", None))
+        others.append(getattr(layer, "max_sequence_length", None))
+        rows = getattr(layer, "sequence_length", None)
+        others += [rows for weight in layer._trainable_variables if weight.shape and weight.shape[0] == rows]
+    own, others = ([limit for limit in limits if isinstance(limit, int)] for limits in (own, others))
+    return min(own, default=None), min([*own, *others], default=None)
 
 
 def _family(model, path: pathlib.Path, target: str):

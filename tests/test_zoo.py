@@ -41,3 +41,14 @@ def test_no_size_is_one_that_the_tracer_starts_from(sizes):
     axes = sorted(sizes)
     base = trace_sizes([Axis(name) for name in axes])[0]
     assert base not in zoo.grid(axes, 67) and all(set(point) == sizes for point in zoo.grid(axes, 67))
+
+
+@pytest.mark.once
+def test_the_limit_of_a_table_of_positions_is_found(tmp_path):
+    import keras_hub
+
+    from keras_transformer.export import export_onnx
+
+    model = keras_hub.models.OPTBackbone(61, 1, 4, 16, 31, max_sequence_length=23)
+    report = export_onnx(model, tmp_path / "model.onnx", verbose=False)
+    assert max(comparison.sizes["length"] for comparison in report.comparisons) == 23
