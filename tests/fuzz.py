@@ -207,7 +207,10 @@ def _step(name, draw, entries, layers_only) -> Step:
     sized, exact = maker.sized, maker.exact
     if layers_only and maker.kind != "layer":
         raise Skip
-    function, inputs, layers = maker.make(draw)
+    try:
+        function, inputs, layers = maker.make(draw)
+    except ValueError as error:
+        raise Skip(str(error)) from error  # options that a layer does not take together
     if maker.sharp and not all(entry.exact for entry in inputs):
         raise Skip  # a jump that rounding decides
     if layers_only and len(inputs) > 1:

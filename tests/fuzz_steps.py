@@ -900,7 +900,7 @@ def _(d):
         lambda: keras.layers.Conv1D(
             6, d.pick(1, 2, 3, 4), strides, padding, dilation_rate=dilation, groups=groups, activation="tanh"
         ),
-        lambda: keras.layers.SeparableConv1D(6, 3, strides, padding, dilation_rate=dilation),
+        lambda: keras.layers.SeparableConv1D(6, 3, strides, some, dilation_rate=dilation),
         lambda: keras.layers.DepthwiseConv1D(d.pick(2, 3), strides, some, depth_multiplier=2),
         lambda: keras.layers.MaxPooling1D(pool, stride, some),
         lambda: keras.layers.AveragePooling1D(pool, stride, some if _AVERAGES_PADDED else "valid"),

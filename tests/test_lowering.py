@@ -343,6 +343,14 @@ def test_operation_equals_keras(name):
     compare(*CASES[name])
 
 
+@pytest.mark.backends("jax", "tensorflow")  # torch has no steps backwards
+def test_slices_backwards_from_a_place_that_short_axes_lack():
+    def function(x):
+        return [x[:, ::-1], x[:, -2::-1], x[-2::-1], x[..., -2:0:-2], x[..., -2:-5:-1], x[..., -9::-1]]
+
+    compare(function, [F], sizes=[(1, 1), (3, 5)])
+
+
 @pytest.mark.backends("jax", "torch")  # TensorFlow rounds the quotient first
 def test_a_quotient_that_rounds_up_to_an_integer_is_divided_down():
     compare(lambda x: [x // 0.3, x // -0.3, (0.0 - x) // 0.1], ["float32[T]"], sizes=[(1, 12)], whole=True)

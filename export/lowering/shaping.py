@@ -145,8 +145,11 @@ def _get_item(g, node, x, key):
             if isinstance(step, (Expr, Tensor)):
                 raise NotImplementedError("the step of a slice depends on a size")
             start = (0 if step > 0 else np.iinfo("int64").max) if entry.start is None else entry.start
-            if step != 1 or entry.start not in (None, 0) or entry.stop is not None:
-                x = g.slice(x, axis, start, entry.stop, size, step)
+            stop = entry.stop
+            if step < 0 and isinstance(start, int) and start < -1:
+                x, start, stop = _without_end(g, x, axis, start, stop)
+            if step != 1 or entry.start not in (None, 0) or stop is not None:
+                x = g.slice(x, axis, start, stop, size, step)
         else:
             removed.append((axis, entry))
         axis += 1
@@ -154,6 +157,21 @@ def _get_item(g, node, x, key):
         shape = (*x.shape[:axis], *x.shape[axis + 1 :])
         x = g.op("Gather", x, g.scalar(entry, "int64"), axis=axis, shape=shape)
     return g.unsqueeze(x, added)
+
+
+def _without_end(g, x, axis, start, stop):
+    """`x` up to a place counted from its end, which a slice backwards then starts at, and the bounds of that slice.
+
+    Of an axis that is too short for the place NumPy takes nothing, an ONNX slice backwards the first entry.
+    """
+    left = start + 1
+    if isinstance(stop, int) and stop < 0:
+        if stop >= start:
+            raise NotImplementedError("the slice is empty")
+        stop -= left
+    length = x.shape[axis]
+    kept = add(length, left) if isinstance(length, Expr) else max(length + left, 0)
+    return g.slice(x, axis, 0, left, kept), np.iinfo("int64").max, stop
 
 
 @register_lowering(core.Slice)
