@@ -261,7 +261,6 @@ _INTEGERS = {
     "divide no nan": lambda i: ops.divide_no_nan(3, i),
     "where": lambda i: ops.where(i > 2, i, -1),
     "where float": lambda i: ops.where(i, 0.5, i),
-    "count": lambda i: ops.count_nonzero(i, axis=-1),
     "expand": lambda i: i[..., None] == ops.arange(5),
 }
 
@@ -290,7 +289,6 @@ _BOOLEANS = {
     "equal": lambda m: ops.equal(m, False),
     "square mask": lambda m: ops.logical_and(m[..., :, None], m[..., None, :]),
     "bias": lambda m: (1.0 - ops.cast(m, "float32")) * -9.0,
-    "count": lambda m: ops.count_nonzero(m, axis=-1),
     "xor": lambda m: ops.logical_xor(m, ops.flip(m, axis=-1)),
     "invert": lambda m: ~m,
     "less": lambda m: ops.less(m, True),

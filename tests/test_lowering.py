@@ -200,6 +200,14 @@ CASES = {
     "slices": (lambda x: [x[:, :1], x[:, -1:], x[..., 1:5:2], x[:1, 0:, 2]], [F]),
     "index": (lambda x: [x[:, 0], x[:, -1], x[:, :, -2], x[0]], [F]),
     "new axes": (lambda x: [x[:, None, :, None], x[..., None], x[None, :, 0]], [F]),
+    "take counted places": (
+        lambda x: [
+            ops.take(x, ops.arange(ops.shape(x)[1] - 1, -1, -1), axis=1),
+            ops.take(x, ops.arange(-1, ops.shape(x)[1] - 1), axis=1),
+            ops.take(x, ops.arange(ops.shape(x)[1]), axis=1),
+        ],
+        [F],
+    ),
     "slice by size": (lambda x, y: y[:, : ops.shape(x)[1]] * 1.0, [F, "float32[B,2T,6]"]),
     "all but the last": (lambda x: ops.concatenate([x[:, 1:], x[:, :1]], axis=1)[:, :-1], ["float32[B,S,6]"]),
     "slice": (lambda x: ops.slice(x, (0, 0, 1), (ops.shape(x)[0], 1, 3)), [F]),
@@ -341,6 +349,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_operation_equals_keras(name):
     compare(*CASES[name])
+
+
+@pytest.mark.backends("torch")  # elsewhere an einsum does not broadcast
+def test_an_einsum_over_a_broadcast_axis():
+    def function(x, y):
+        return [ops.einsum("btd,bsd->bts", x, y), ops.einsum("bsd,btd->bst", y, x)]
+
+    compare(function, [F, "float32[B,S,1]"])
 
 
 @pytest.mark.backends("jax", "tensorflow")  # torch has no steps backwards

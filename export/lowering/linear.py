@@ -126,6 +126,11 @@ def contract(g: GraphBuilder, a: Tensor, a_labels: list, b: Tensor, b_labels: li
     for label, dim in (*zip(a_labels, a.shape, strict=True), *zip(b_labels, b.shape, strict=True)):
         # Of broadcast axes the larger size counts.
         size[label] = dim if size.get(label, 1) == 1 else size[label]
+    # What is summed over is as wide on both sides.
+    a, b = (
+        g.expand(x, [size[label] if label in summed else dim for label, dim in zip(labels, x.shape, strict=True)])
+        for x, labels in ((a, a_labels), (b, b_labels))
+    )
     # The order of the free axes in the output decides which side stands left, so that no transpose follows.
     a_free.sort(key=output.index)
     b_free.sort(key=output.index)

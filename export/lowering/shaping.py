@@ -243,11 +243,19 @@ def _take(g, node, x, indices):
     indices = indices if isinstance(indices, Tensor) else g.constant(np.asarray(indices), "int64")
     if indices.dtype not in ("int32", "int64"):
         indices = g.cast(indices, "int32")
+    counted = g.producer(indices, "Range")
+    if counted is not None and not (_is_number(counted[0], 0) and _is_number(counted[2], 1)):
+        # ONNX Runtime makes one slice of Range and Gather, in which a negative end counts from the back.
+        indices = g.cast(indices, "int64" if indices.dtype == "int32" else "int32")
     if axis is None:
         x, axis = g.reshape(x, (product(x.shape),)), 0
     axis %= x.rank
     shape = (*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
     return g.op("Gather", x, indices, axis=axis, shape=shape)
+
+
+def _is_number(x: Tensor, number: int) -> bool:
+    return x.array is not None and x.array.size == 1 and x.array == number
 
 
 @register_lowering(knp.TakeAlongAxis)
