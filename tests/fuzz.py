@@ -516,7 +516,13 @@ def run(seeds, show: bool = False) -> list[dict]:
         results.append(found := try_out(seed))
         if show or found["outcome"] in FAULTS:
             print(f"seed {seed}: {json.dumps(found, default=str)}", flush=True)
+        if len(results) % 50 == 0:
+            print(f"{len(results)} tried: {_counts(results)}", flush=True)
     return results
+
+
+def _counts(results: list[dict]) -> dict[str, int]:
+    return dict(collections.Counter(found["outcome"] for found in results))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -528,13 +534,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--show", action="store_true", help="print what became of every seed")
     args = parser.parse_args(arguments)
     results = run(range(args.seed, args.seed + args.count), args.show)
-    counts = collections.Counter(found["outcome"] for found in results)
-    print(f"{keras.backend.backend()}: {dict(counts)} of {len(results)}")
+    counts = _counts(results)
+    print(f"{keras.backend.backend()}: {counts} of {len(results)}")
     steps = collections.Counter(name for found in results for name in found.get("steps", []))
     print(f"steps: {dict(steps.most_common())}; never: {sorted(set(STEPS) - set(steps))}")
     if args.json:
         args.json.write_text(json.dumps({"backend": keras.backend.backend(), "results": results}, indent=1))
-    return 1 if any(counts[name] for name in FAULTS) else 0
+    return 1 if any(name in counts for name in FAULTS) else 0
 
 
 if __name__ == "__main__":
