@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir
 
 from keras_transformer.export.builder import CONTRIB
+from keras_transformer.export.rewriting import Writer, replace
 
 FORMS = ("fp32", "fp16", "int8", "int8-weights", "int4")
 # The least cosine of Keras' output and the form's that passes: about twice the distance from 1 that all-MiniLM-L6-v2
@@ -190,37 +191,6 @@ def _uses(weight):
 
 def _axis(node):
     return node.attributes["axis"].as_int() if "axis" in node.attributes else 0
-
-
-class Writer:
-    """Adds nodes before another one, in its graph, under its name."""
-
-    def __init__(self, node: onnx_ir.Node):
-        self.node = node
-        self.graph = node.graph
-
-    def __call__(self, op_type: str, *inputs, domain: str = "", outputs: int = 1, name: str = "", **attributes):
-        made = onnx_ir.node(op_type, list(inputs), attributes, domain=domain, num_outputs=outputs)
-        made.name = name or f"{self.node.name}/{op_type}"
-        for index, value in enumerate(made.outputs):
-            value.name = f"{made.name}.{index}" if index else made.name
-        self.graph.insert_before(self.node, made)
-        return made.outputs[0] if outputs == 1 else made.outputs
-
-
-def replace(node, value):
-    """Lets `value` stand for the only result of `node`."""
-    old = node.outputs[0]
-    name = old.name
-    value.type, value.shape = old.type, old.shape
-    outputs = node.graph.outputs
-    for index, output in enumerate(outputs):
-        if output is old:
-            outputs[index] = value
-    old.replace_all_uses_with(value)
-    node.graph.remove(node, safe=True)
-    value.producer().name = node.name
-    value.name = name
 
 
 def _initializer(graph, name: str, array: np.ndarray) -> onnx_ir.Value:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir
 
 from keras_transformer.export.errors import ExportError
-from keras_transformer.export.forms import Writer, replace
+from keras_transformer.export.rewriting import Writer, replace
 
 OPSETS = tuple(range(17, 24))
 
