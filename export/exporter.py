@@ -89,8 +89,8 @@ def export_onnx(
             outputs are held against Keras' by their cosine (`forms.LEAST_COSINE`); a form that misses it is not
             written.
         target: of graphs with a cache: `"portable"` has past and present that grow, in standard operators.
-            `"onnxruntime"` has a buffer that is written where it lies, through ONNX Runtime's `GroupQueryAttention`,
-            which makes steps faster; the runner allocates it. `"generator"` is one graph from prompts to finished ids,
+            `"onnxruntime"` has a buffer that is written where it lies, through ONNX Runtime's `GroupQueryAttention`, so
+            that a step copies no cache; the runner allocates it. `"generator"` is one graph from prompts to finished ids,
             the loop over tokens inside, for whoever wants a single call; `path` may then be a file.
         logits: of graphs with a cache: `"all"` positions' logits, or only the `"last"` one's, which is all that
             generation needs.
