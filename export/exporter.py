@@ -90,8 +90,8 @@ def export_onnx(
             written.
         target: of graphs with a cache: `"portable"` has past and present that grow, in standard operators.
             `"onnxruntime"` has a buffer that is written where it lies, through ONNX Runtime's `GroupQueryAttention`, so
-            that a step copies no cache; the runner allocates it. `"generator"` is one graph from prompts to finished ids,
-            the loop over tokens inside, for whoever wants a single call; `path` may then be a file.
+            that a step copies no cache; the runner allocates it. `"generator"` is one graph from prompts to finished
+            ids, the loop over tokens inside, for whoever wants a single call; `path` may then be a file.
         logits: of graphs with a cache: `"all"` positions' logits, or only the `"last"` one's, which is all that
             generation needs.
         tokenizer: a `keras_transformer.text.Tokenizer`, or one of the package `tokenizers`, to put beside the graphs,
