@@ -18,7 +18,7 @@ from keras import ops
 from keras_transformer.export.dims import Axis, add
 from keras_transformer.export.errors import ExportError
 from keras_transformer.export.trace import InputSpec
-from keras_transformer.ops import causal_mask, positions, window_mask
+from keras_transformer.layers.attention import cached_mask
 
 TARGETS = ("portable", "onnxruntime", "generator")
 _HEADS_FIRST = (0, 2, 1, 3)
@@ -90,10 +90,7 @@ class CachedDecoder:
         """
         past, size = ops.shape(cache[0][0])[1], ops.shape(input_ids)[1]
         # In a row the distance of two slots is that of the positions in them, wherever its padding ends.
-        queries, keys = positions(size, past), positions(past + size)
-        mask = causal_mask(queries, keys)
-        if self.window is not None:
-            mask = ops.logical_and(mask, window_mask(queries, keys, self.window))
+        mask = cached_mask(size, past + size, past, window=self.window)
         mask = ops.logical_and(mask, ops.expand_dims(ops.cast(attention_mask, "bool"), 1))
         return self.decode(input_ids, extra, positions=position_ids, cache=cache, attention_mask=mask)
 
@@ -120,9 +117,7 @@ class SlotMask(keras.Operation):
         self.window = window
 
     def call(self, position_ids, attention_mask):
-        queries, keys = position_ids, positions(self.slots)
-        mask = causal_mask(queries, keys)
-        return mask if self.window is None else ops.logical_and(mask, window_mask(queries, keys, self.window))
+        return cached_mask(ops.shape(position_ids)[1], self.slots, position_ids[:, 0], window=self.window)
 
     def compute_output_spec(self, position_ids, attention_mask):
         return keras.KerasTensor((*position_ids.shape, self.slots), "bool")

@@ -127,6 +127,13 @@ class BufferDecoding(Decoding):
         return binding.get_outputs()[0].numpy()
 
 
+def empty_cache(session, target: str, batch: int, slots: int, encoded: dict | None = None) -> Decoding:
+    """The state before the first token, in the form that `target` names; arguments as in the classes."""
+    if target == "onnxruntime":
+        return BufferDecoding(session, batch, slots, encoded)
+    return Decoding(session, batch, encoded)
+
+
 def _feeds(input_ids, attention_mask, position_ids):
     arrays = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     return {name: ort_value(array.astype(np.int64)) for name, array in arrays.items()}

@@ -12,6 +12,7 @@ from keras_transformer import _validation
 from keras_transformer.export.directory import read_config
 from keras_transformer.export.errors import NotAnExportError
 from keras_transformer.export.sessions import default_options, open_session
+from keras_transformer.export.texts import in_batches
 
 
 class OnnxEncoder:
@@ -72,21 +73,10 @@ class OnnxEncoder:
             )
         if self.tokenizer is None:
             raise ValueError(f"{self.directory} holds no tokenizer.json, so it takes no text.")
-        if isinstance(texts, str | bytes):
-            raise TypeError(f"`texts` must be a sequence of strings, such as [text]. Received: texts={texts!r}")
-        _validation.positive_integers(batch_size=batch_size)
+        _validation.refuse_one_text(texts)
         encodings = self.tokenizer.encode_batch(list(texts))
-        limit = self.config["max_length"]
-        for index, encoding in enumerate(encodings):
-            if limit is not None and len(encoding.ids) > limit:
-                raise ValueError(
-                    f"`texts` must have at most the model's max_length={limit} tokens each. "
-                    f"Received: {len(encoding.ids)} tokens in text {index}"
-                )
         results: list[np.ndarray | None] = [None] * len(encodings)
-        order = sorted(range(len(encodings)), key=lambda i: len(encodings[i].ids))
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
+        for batch in in_batches([encoding.ids for encoding in encodings], batch_size, self.config["max_length"]):
             (rows,) = self._session.run(None, self._feeds([encodings[i] for i in batch]))
             for i, row in zip(batch, rows, strict=True):
                 results[i] = row

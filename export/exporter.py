@@ -210,7 +210,7 @@ def _cached_graphs(model, family, min_length, max_length, logits, target):
 
     if target == "generator":
         parts = family.generator(model, min_length, max_length)
-        yield "model", *trace_generator(parts, traced, lambda graph: lower(graph))
+        yield "model", *trace_generator(parts, traced, lower)
         return
     for name, part in family.graphs(model, min_length, max_length, logits, target).items():
         graph = traced(*part)

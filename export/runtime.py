@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from keras_transformer import _validation
-from keras_transformer.export.decoding import BufferDecoding, Decoding
+from keras_transformer.export.decoding import Decoding, empty_cache
 from keras_transformer.export.directory import graph_config, read_config
 from keras_transformer.export.errors import NotAnExportError
 from keras_transformer.export.sessions import default_options, open_session, ort_value
+from keras_transformer.export.texts import in_batches
 from keras_transformer.generation.mixin import GenerationMixin
 from keras_transformer.generation.prompts import prompt_request, prompt_rules
 from keras_transformer.generation.request import Request, source_request
@@ -50,9 +51,7 @@ class _OnnxModel(GenerationMixin):
 
     def _decoding(self, batch: int, slots: int, encoded: dict | None = None) -> Decoding:
         """An empty cache for `batch` rows of up to `slots` tokens."""
-        if self.config["target"] == "onnxruntime":
-            return BufferDecoding(self._sessions["decoder"], batch, slots, encoded)
-        return Decoding(self._sessions["decoder"], batch, encoded)
+        return empty_cache(self._sessions["decoder"], self.config["target"], batch, slots, encoded)
 
     def _begun(self, request: Request) -> Decoding:
         """The state before the first step."""
@@ -63,20 +62,10 @@ class _OnnxModel(GenerationMixin):
 
         return Tokenizer.load(path)
 
-    def _texts(self, rows, what, max_new_tokens, batch_size, options) -> list[np.ndarray]:
+    def _texts(self, rows, max_new_tokens, batch_size, options) -> list[np.ndarray]:
         """New ids for each of `rows`; those of similar length share a batch."""
-        _validation.positive_integers(batch_size=batch_size)
-        limit = self.config["max_length"]
-        for index, row in enumerate(rows):
-            if limit is not None and len(row) > limit:
-                raise ValueError(
-                    f"`{what}` must have at most the model's max_length={limit} tokens each. "
-                    f"Received: {len(row)} tokens in text {index}"
-                )
         results: list[Any] = [None] * len(rows)
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
+        for batch in in_batches(rows, batch_size, self.config["max_length"]):
             request = self.generation_request([rows[i] for i in batch], max_new_tokens)
             request = dataclasses.replace(request, rows=np.array(batch, np.int32)).asking(**options)
             for i, ids in zip(batch, self._generator.generate(request), strict=True):
@@ -130,7 +119,7 @@ class OnnxTransformer(_OnnxModel):
             ValueError: the directory holds no tokenizer; else as in `generate`.
         """
         self._needs_tokenizer()
-        rows = self._texts(self.tokenizer.encode(texts), "texts", max_new_tokens, batch_size, options)
+        rows = self._texts(self.tokenizer.encode(texts), max_new_tokens, batch_size, options)
         return self.tokenizer.decode(row.tolist() for row in rows)
 
     def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
@@ -178,15 +167,14 @@ class OnnxCausalLM(_OnnxModel):
             ValueError: the directory holds no tokenizer, or a text has no tokens; else as in `generate`.
         """
         self._needs_tokenizer()
-        if isinstance(texts, str | bytes):
-            raise TypeError(f"`texts` must be a sequence of strings, such as [text]. Received: texts={texts!r}")
+        _validation.refuse_one_text(texts)
         prompts = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
         # A tokenizer may end every text, which a prompt must not.
         prompts = [row[:-1] if row and row[-1] in self._end_ids else row for row in prompts]
         for index, row in enumerate(prompts):
             if not row:
                 raise ValueError(f"`texts` must have at least one token each. Received: none in text {index}")
-        rows = self._texts(prompts, "texts", max_new_tokens, batch_size, options)
+        rows = self._texts(prompts, max_new_tokens, batch_size, options)
         ends = [np.flatnonzero(np.isin(row, self._end_ids)) for row in rows]
         rows = [row[: end[0]] if len(end) else row for row, end in zip(rows, ends, strict=True)]
         return self.tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=True)

@@ -155,12 +155,15 @@ class Check:
         self.session_options = session_options
         self.progress = progress
         self.least_cosine: float | None = None
+        self._sessions: dict[pathlib.Path, Any] = {}
         self._same_ids = [0, 0]
         if self.any_padding:
             report.notes.append("Padding positions were not compared (padded_rows='any').")
 
     def session(self, path: pathlib.Path):
         """An ONNX Runtime session for the file at `path`, on the CPU, at the production optimisation level."""
+        if path in self._sessions:
+            return self._sessions[path]
         options = self.session_options
         if options is None:
             options = runtime.default_options()
@@ -168,7 +171,8 @@ class Check:
             options.log_severity_level = 4
             # Between our short runs Keras has the cores.
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        return runtime.open_session(path, options, ["CPUExecutionProvider"])
+        self._sessions[path] = runtime.open_session(path, options, ["CPUExecutionProvider"])
+        return self._sessions[path]
 
     def runs(self, path, specs, axes, samples, num_heads) -> Iterator[tuple[dict, str, dict]]:
         """Sizes, case and inputs of every run, behind a progress bar where that is wanted."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from keras_transformer.export import runtime
-from keras_transformer.export.decoding import BufferDecoding, Decoding
+from keras_transformer.export.decoding import Decoding, empty_cache
 from keras_transformer.export.report import TokenCheck
 from keras_transformer.export.verify import (
     Check,
@@ -81,9 +81,7 @@ class _Kind:
         return self._empty(batch, slots, None)
 
     def _empty(self, batch, slots, encoded):
-        if self.config["target"] == "onnxruntime":
-            return BufferDecoding(self.decoder, batch, slots, encoded)
-        return Decoding(self.decoder, batch, encoded)
+        return empty_cache(self.decoder, self.config["target"], batch, slots, encoded)
 
 
 class _EncoderDecoder(_Kind):

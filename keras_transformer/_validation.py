@@ -157,3 +157,9 @@ def positive_integers(**arguments: Any) -> None:
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"`{name}` must be an integer of at least 1. Received: {name}={value!r}")
+
+
+def refuse_one_text(texts: object) -> None:
+    """Raises TypeError for one text where several are expected: its characters would each be taken for one."""
+    if isinstance(texts, str | bytes):
+        raise TypeError(f"`texts` must be a sequence of strings, such as [text]. Received: texts={texts!r}")

@@ -14,6 +14,8 @@ except ImportError as error:
         name="tokenizers",
     ) from error
 
+from keras_transformer import _validation  # noqa: E402, after the hint above
+
 PAD_ID, START_ID, END_ID = 0, 1, 2
 _SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
 
@@ -61,7 +63,7 @@ class Tokenizer:
                 f"`vocabulary_size` must be at least {smallest}: 256 bytes and the special tokens. "
                 f"Received: vocabulary_size={vocabulary_size}"
             )
-        _refuse_one_text(texts)
+        _validation.refuse_one_text(texts)
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.normalizer = tokenizers.normalizers.NFC()
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -108,7 +110,7 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without a start and with the end id as the last one."""
-        _refuse_one_text(texts)
+        _validation.refuse_one_text(texts)
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Iterable[Iterable[int]]) -> list[str]:
@@ -133,8 +135,3 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
     opener = gzip.open if path.endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8", newline="\n") as file:
         return [line.removesuffix("\n").removesuffix("\r") for line in file]
-
-
-def _refuse_one_text(texts: object) -> None:
-    if isinstance(texts, str | bytes):
-        raise TypeError(f"`texts` must be a sequence of strings, such as [text]. Received: texts={texts!r}")

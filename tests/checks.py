@@ -41,6 +41,24 @@ def randomize(layer, seed=0, scale=0.3):
     return layer
 
 
+def roughen(layer, seed=3, scale=0.1):
+    """Moves every weight a little, so that no bias is 0 and no gain is 1; returns the layer."""
+    rng = np.random.default_rng(seed)
+    for weight in layer.weights:
+        weight.assign(weight + rng.normal(scale=scale, size=weight.shape))
+    return layer
+
+
+def random_values(weight, name, seed):
+    """Values for a weight called `name`, of sizes that layers keep: norms' scales near 1, kernels by their inputs."""
+    noise = np.random.default_rng(seed).normal(size=weight.shape)
+    if "variance" in name:
+        return (0.5 + np.abs(noise)).astype("float32")
+    if len(weight.shape) > 1:
+        return (noise / np.sqrt(np.prod(weight.shape[:-1]) if "embedding" not in name else 2)).astype("float32")
+    return (0.2 * noise + (name in ("gamma", "scale"))).astype("float32")
+
+
 def named_weights(layer):
     """The layer's trainable weights by their names within it, such as "self_attention/query/kernel"."""
     names = {}

@@ -36,6 +36,7 @@ from keras import ops  # noqa: E402
 
 from keras_transformer.export import export_onnx  # noqa: E402
 from keras_transformer.export.errors import ExportError, TraceError, UnsupportedOperationError  # noqa: E402
+from tests.checks import random_values  # noqa: E402
 from tests.fuzz_steps import STEPS, VOCABULARY, Draw, Skip  # noqa: E402
 
 # Absolute, and relative to the largest entry of an output: float32 sums in another order.
@@ -316,14 +317,7 @@ def randomise(model) -> None:
         if "float" not in str(weight.dtype):
             continue
         name = weight.path.rsplit("/", 1)[-1]
-        noise = np.random.default_rng([zlib.crc32(name.encode()), number]).normal(size=weight.shape)
-        if "variance" in name:
-            value = 0.5 + np.abs(noise)
-        elif len(weight.shape) > 1:
-            value = noise / np.sqrt(np.prod(weight.shape[:-1]) if "embedding" not in name else 2)
-        else:
-            value = 0.2 * noise + (name in ("gamma", "scale"))
-        weight.assign(value.astype("float32"))
+        weight.assign(random_values(weight, name, [zlib.crc32(name.encode()), number]))
 
 
 def build(seed: int):

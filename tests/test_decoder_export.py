@@ -12,6 +12,7 @@ from keras_transformer.export.errors import ExportError, NotAnExportError, Verif
 from keras_transformer.export.runtime import OnnxCausalLM, OnnxTransformer
 from keras_transformer.models import CausalLM, Transformer
 from keras_transformer.text import Tokenizer
+from tests.checks import roughen
 
 TEXTS = ["one two three", "two three", "three one one two", "two"] * 3
 TOKENIZER = Tokenizer.train(TEXTS, vocabulary_size=263)
@@ -40,11 +41,7 @@ TARGETS = ("portable", "onnxruntime")
 
 def made(**arguments):
     """A model whose biases and norms are not what they start as."""
-    model = CausalLM(TOKENIZER.vocabulary_size, **arguments, seed=3)
-    rng = np.random.default_rng(3)
-    for variable in model.weights:
-        variable.assign(variable + rng.normal(scale=0.2, size=variable.shape))
-    return model
+    return roughen(CausalLM(TOKENIZER.vocabulary_size, **arguments, seed=3), scale=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from keras_transformer.export.forms import FORMS, LEAST_COSINE, convert
 from keras_transformer.export.runtime import OnnxCausalLM, OnnxTransformer
 from keras_transformer.models import CausalLM, Encoder, Transformer
 from tests import mutations
-from tests.checks import numpy
+from tests.checks import numpy, roughen
 
 # The graphs are the same bytes on every backend, and so are their forms.
 pytestmark = pytest.mark.once
@@ -27,10 +27,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 3, 4], [11], [13, 5, 4]]
 
 
 def rough(model):
-    rng = np.random.default_rng(3)
-    for variable in model.weights:
-        variable.assign(variable + rng.normal(scale=0.05, size=variable.shape))
-    return model
+    return roughen(model, scale=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from keras_transformer.export.verify_generator import _compare
 from keras_transformer.generation.rules import Rules
 from keras_transformer.models import CausalLM, Transformer
 from tests import mutations
+from tests.checks import roughen
 
 LLAMA = {"num_layers": 2, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 31, "norm": "rms", "gated": True}
 LLAMA |= {"use_bias": False, "position_encoding": "rotary", "sliding_window": 5, "max_length": 29}
@@ -39,10 +40,7 @@ def exported(tmp_path_factory):
 
     def export(name):
         if name not in known:
-            model = MODELS[name]()
-            rng = np.random.default_rng(3)
-            for variable in model.weights:
-                variable.assign(variable + rng.normal(scale=0.2, size=variable.shape))
+            model = roughen(MODELS[name](), scale=0.2)
             export_onnx(model, folder / f"{name}.onnx", target="generator", verify=False)
             known[name] = model, folder / f"{name}.onnx"
         return known[name]

@@ -321,6 +321,8 @@ OTHERS = {
 
 def randomise(model) -> None:
     """Random weights, norms' scales and biases too: from NumPy, so that every backend has the same."""
+    from tests.checks import random_values
+
     seen = Counter()
     # Not by their order, which is not the same on every backend.
     for weight in model.weights:
@@ -328,14 +330,7 @@ def randomise(model) -> None:
         seen[weight.path] += 1
         if "float" not in str(weight.dtype):
             continue
-        noise = np.random.default_rng([zlib.crc32(weight.path.encode()), seen[weight.path]]).normal(size=weight.shape)
-        if "variance" in name:
-            value = 0.5 + np.abs(noise)
-        elif len(weight.shape) > 1:
-            value = noise / np.sqrt(np.prod(weight.shape[:-1]) if "embedding" not in name else 2)
-        else:
-            value = 0.2 * noise + (name in ("gamma", "scale"))
-        weight.assign(value.astype("float32"))
+        weight.assign(random_values(weight, name, [zlib.crc32(weight.path.encode()), seen[weight.path]]))
 
 
 def make_inputs(shapes: dict[str, list], dtypes: list[str], sizes: dict[str, int], wholly: bool, seed: int) -> dict:
