@@ -81,7 +81,7 @@ def export_onnx(
         output_names: names of the graph's outputs, in the order of the model's. These three are not for graphs with a
             cache, which have names and axes of their own.
         opset: version of the standard ONNX operators, 17 to 23. Below 23 attention, rotations and RMS norms are written
-            in single steps, for runtimes that lack these operators; the graph is larger, and slower in ONNX Runtime.
+            in single steps, for runtimes that lack these operators, which makes the graph several times as large.
         samples: inputs to verify with, as for `verify_onnx`; made up if None.
         padded_rows: as for `verify_onnx`.
         tolerance: as for `verify_onnx`.

@@ -6,6 +6,8 @@ import gzip
 import os
 from collections.abc import Iterable, Sequence
 
+from keras_transformer import _validation
+
 try:
     import tokenizers
 except ImportError as error:
@@ -13,8 +15,6 @@ except ImportError as error:
         "keras_transformer.text needs the package `tokenizers`: pip install keras-transformer-onnx[text]",
         name="tokenizers",
     ) from error
-
-from keras_transformer import _validation  # noqa: E402, after the hint above
 
 PAD_ID, START_ID, END_ID = 0, 1, 2
 _SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")

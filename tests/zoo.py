@@ -465,7 +465,8 @@ def run(names: list[str], cases: dict[str, Case]) -> dict[str, dict]:
 
 HEADER = """# KerasHub's backbones
 
-Made by `make zoo`. Each backbone has two layers, sizes that differ from each other, random weights (biases and the
+Made by `python -m tests.zoo --docs` from what the zoo did on each backend (`make zoo` does both).
+Each backbone has two layers, sizes that differ from each other, random weights (biases and the
 scales of norms too), tables and windows short enough to be outgrown, and fewer key heads than query heads where it
 can. `export_onnx` exports it with a free batch and free lengths and verifies it. Then it is compared a second time,
 without the exporter's verification: ONNX Runtime beside the model itself, at (batch, length) = (1, 1), (2, 8), (3, 13)
