@@ -25,7 +25,7 @@ from keras_transformer.export import (
     export_onnx,
     register_lowering,
 )
-from keras_transformer.export import exporter as exporter_module
+from keras_transformer.export import writing
 from keras_transformer.layers import (
     CausalMask,
     MultiHeadSelfAttention,
@@ -688,7 +688,7 @@ def test_the_directory_says_what_it_holds(tmp_path):
 
 
 def test_large_weights_go_to_a_file_beside_the_graph_that_moves_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporter_module, "_EXTERNAL_DATA_FROM", 1000)
+    monkeypatch.setattr(writing, "_EXTERNAL_DATA_FROM", 1000)
     model = encoder_model()
     export(model, tmp_path / "out", verify=False)
     assert "model.onnx.data" in os.listdir(tmp_path / "out")

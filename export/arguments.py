@@ -1,0 +1,95 @@
+"""The checks of `export_onnx`'s arguments, which come before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_transformer.export.errors import ExportError
+from keras_transformer.export.forms import FORMS
+
+
+def check_arguments(model, family, logits, target, **described: Any) -> None:
+    """Refuses what is no model, and arguments that its kind does not take."""
+    if not callable(model):
+        raise ExportError(f"`model` must be a Keras model. Received: model={model!r}")
+    for name, value in described.items():
+        if family is not None and value is not None:
+            raise ExportError(
+                f"`{name}` is for other models: the graphs of a {type(model).__name__} have names and axes of their "
+                f"own. Received: {name}={value!r}"
+            )
+    for name, (value, default) in (("logits", logits), ("target", target)):
+        if family is None and value != default:
+            raise ExportError(
+                f"`{name}` is for graphs with a cache: a Transformer's, or a CausalLM's that becomes a directory. "
+                f"Received: {name}={value!r}"
+            )
+    names = described["output_names"]
+    if names is not None and (
+        isinstance(names, str) or not names or not all(isinstance(name, str) and name for name in names)
+    ):
+        raise ExportError(f"`output_names` must be a list of names. Received: output_names={names!r}")
+
+
+def check_form(form: str, model, target: str) -> None:
+    """Refuses an unknown form, and one that `model` or `target` has not."""
+    if form not in FORMS:
+        raise ExportError(f"`form` must be one of {FORMS}. Received: form={form!r}")
+    if form == "fp32":
+        return
+    if target == "generator":
+        raise ExportError(f"`form` must be 'fp32' for target='generator'. Received: form={form!r}")
+    if (dtype := getattr(model, "compute_dtype", "float32")) != "float32":
+        raise ExportError(
+            f"`form` must be 'fp32', which keeps what there is, for a model that computes in {dtype}. "
+            f"Received: form={form!r}"
+        )
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Refuses what is neither None nor an integer."""
+    for name, value in sizes.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ExportError(f"`{name}` must be an integer. Received: {name}={value!r}")
+
+
+def check_tokenizer(tokenizer, model, takes_text: bool) -> None:
+    """Refuses what is no tokenizer, or one whose ids are not those of `model`."""
+    if tokenizer is None:
+        return
+    if not hasattr(tokenizer, "save"):
+        raise ExportError(f"`tokenizer` must be a tokenizer, with `save`. Received: tokenizer={tokenizer!r}")
+    if not takes_text:
+        raise ExportError(
+            "`tokenizer` is for models that a runner feeds with text: Transformer, CausalLM, SentenceEncoder and "
+            f"SequenceClassifier. Received: a {type(model).__name__}"
+        )
+    # Ours, or one of the package `tokenizers`.
+    count = tokenizer.vocabulary_size if hasattr(tokenizer, "vocabulary_size") else tokenizer.get_vocab_size()
+    sizes = ("source_vocabulary_size", "target_vocabulary_size", "vocabulary_size")
+    owner = getattr(model, "encoder", model) if not hasattr(model, "target_vocabulary_size") else model
+    size = min(getattr(owner, name) for name in sizes if hasattr(owner, name))
+    if count > size:
+        raise ExportError(f"`tokenizer` must have no more ids than the model, {size}. Received: {count} ids")
+    for name in ("start_id", "end_id", "pad_id"):
+        own, other = getattr(tokenizer, name, None), getattr(model, name, None)
+        if None not in (own, other) and own not in (other if isinstance(other, tuple) else (other,)):
+            raise ExportError(f"`tokenizer` and model must have the same `{name}`. Received: {own} and {other}")
+
+
+def longest(model) -> tuple[int | None, int | None]:
+    """The smallest `max_length` of the model and its layers, and the smallest limit of any name; None if there is none.
+
+    Other names are `max_sequence_length`, and the `sequence_length` of a layer that has a table of so many rows: those
+    of KerasHub. They need not be a limit of what the model takes, as `max_length` is.
+    """
+    own, others = [], []
+    for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
+        own.append(getattr(layer, "max_length", None))
+        others.append(getattr(layer, "max_sequence_length", None))
+        rows = getattr(layer, "sequence_length", None)
+        others += [rows for weight in layer._trainable_variables if weight.shape and weight.shape[0] == rows]
+    own, others = ([limit for limit in limits if isinstance(limit, int)] for limits in (own, others))
+    return min(own, default=None), min([*own, *others], default=None)
