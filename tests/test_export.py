@@ -24,8 +24,8 @@ from keras_transformer.export import (
     VerificationError,
     export_onnx,
     register_lowering,
+    writing,
 )
-from keras_transformer.export import writing
 from keras_transformer.layers import (
     CausalMask,
     MultiHeadSelfAttention,
