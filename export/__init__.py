@@ -19,6 +19,7 @@ _HOMES = {
     "UnsupportedOperationError": "errors",
     "VerificationError": "errors",
     "export_onnx": "exporter",
+    "list_origins": "origins",
     "register_lowering": "lowering",
     "verify_onnx": "verify",
 }

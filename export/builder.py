@@ -16,6 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 from keras_transformer.export import ir
 from keras_transformer.export.dims import Axis, Dim, Expr, Polynomial, Quotient, add, axes_of, multiply
+from keras_transformer.export.origins import OPERATION, RULE
 
 # The first with Attention; `opsets.lower_opset` writes what older ones lack in single steps.
 OPSET = 23
@@ -64,11 +65,13 @@ class GraphBuilder:
 
     Attributes:
         path: layer path of the traced node that is being lowered; new nodes are named after it.
+        origin: operation and rule that are noted at new nodes; see `origins.Origin`.
         facts: what a rule knows about a result and later rules may use, by ONNX value.
     """
 
     def __init__(self, graph: ir.Graph):
         self.path = ""
+        self.origin = ("", f"{__name__}.{type(self).__name__}")
         self.facts: dict[onnx_ir.Value, Any] = {}
         self._graph = graph
         self._tensors: dict[onnx_ir.Value, Tensor] = {}
@@ -467,6 +470,7 @@ class GraphBuilder:
             [tensor and tensor.value for tensor in inputs],
             onnx_ir.convenience.convert_attributes(dict(sorted(attributes.items()))),
             num_outputs=len(specs),
+            metadata_props=dict(zip((OPERATION, RULE), self.origin, strict=True)),
         )
         self._nodes.append(node)
         self._paths[node] = self.path

@@ -6,7 +6,7 @@ import onnx_ir
 
 
 class Writer:
-    """Adds nodes before another one, in its graph, under its name."""
+    """Adds nodes before another one, in its graph, under its name and with its origin."""
 
     def __init__(self, node: onnx_ir.Node):
         self.node = node
@@ -14,6 +14,7 @@ class Writer:
 
     def __call__(self, op_type: str, *inputs, domain: str = "", outputs: int = 1, name: str = "", **attributes):
         made = onnx_ir.node(op_type, list(inputs), attributes, domain=domain, num_outputs=outputs)
+        made.metadata_props.update(self.node.metadata_props)
         made.name = name or f"{self.node.name}/{op_type}"
         for index, value in enumerate(made.outputs):
             value.name = f"{made.name}.{index}" if index else made.name

@@ -84,6 +84,7 @@ def lower(graph: ir.Graph) -> onnx_ir.Model:
         rule = find_rule(node.kind)
         if rule is None:
             raise UnsupportedOperationError(_describe(node, "no rule writes it as ONNX"))
+        g.origin = (node.kind_name, f"{rule.__module__}.{rule.__qualname__}")
         try:
             results = rule(g, node, *resolve(node.args), **resolve(node.kwargs))
         except NotImplementedError as error:
@@ -100,7 +101,7 @@ def lower(graph: ir.Graph) -> onnx_ir.Model:
                 traced if isinstance(traced, Expr) or isinstance(own, Expr) else own
                 for own, traced in zip(result.shape, value.shape, strict=True)
             )
-    g.path = ""
+    g.path, g.origin = "", ("", f"{__name__}.{lower.__name__}")
     return g.finish([resolve(output) for output in graph.outputs], graph.output_names)
 
 
