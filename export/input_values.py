@@ -31,6 +31,8 @@ def describe_input(graph: Graph, value: Value) -> dict[str, Any]:
         return entry | {"kind": "mask"}
     if value.dtype.startswith(("float", "bfloat")):
         return entry | {"kind": "float"}
+    if not graph.nodes:
+        return entry | {"kind": "ids"} | ({} if value.maximum is None else {"minimum": 0, "maximum": value.maximum})
     if rows:
         return entry | {"kind": "ids", "minimum": 0, "maximum": min(rows) - 1}
     # Numbers that are only computed with may be any.

@@ -18,11 +18,13 @@ class Value:
         shape: one `int` or `dims.Expr` (a function of the free axes) per axis.
         dtype: Keras dtype name, such as `"float32"`, `"int32"`, `"bool"`.
         name: the public name of a graph input or output; None elsewhere.
+        maximum: of an integer input, the largest value that may stand there, if that is known and no node says it.
     """
 
     shape: tuple[Dim, ...]
     dtype: str
     name: str | None = None
+    maximum: int | None = None
 
 
 @dataclasses.dataclass(eq=False)

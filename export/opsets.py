@@ -20,13 +20,13 @@ def lower_opset(model: onnx_ir.Model, opset: int) -> onnx_ir.Model:
     """The model, changed in place to use operators of `opset`.
 
     Args:
-        model: of opset 23.
+        model: of opset 23, or of `opset`.
         opset: one of `OPSETS`.
 
     Raises:
         ExportError: an operator has no form in that opset; the message names the node and the opset that it needs.
     """
-    if opset == 23:
+    if opset == model.graph.opset_imports[""]:
         return model
     graphs = [model.graph, *(graph for graph in model.graph.subgraphs())]
     for graph in graphs:

@@ -14,6 +14,7 @@ BACKEND_FILES = {
     "keras_transformer/generation/backends.py",
     "keras_transformer/ops/torch_kernels.py",
     "export/backends.py",
+    "export/tf2onnx_route.py",
 }
 # Each part may import those before it.
 LAYERS = ("ops", "layers", "generation", "models", "pretrained", "export")
