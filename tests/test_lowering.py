@@ -229,8 +229,26 @@ CASES = {
     "tile": (lambda x: ops.tile(x, (1, 2, 1)), [F]),
     "pad": (lambda x: ops.pad(x, ((0, 0), (1, 2), (0, 1))), [F]),
     "pad with": (lambda x: ops.pad(x, ((0, 0), (1, 0)), constant_values=7), [N]),
+    "pad more than there is": (
+        lambda x: [
+            ops.pad(x, ((0, 0), (0, 0), (2, 5)), mode="reflect"),
+            ops.pad(x, ((0, 0), (0, 0), (1, 1)), mode="symmetric"),
+        ],
+        [F],
+    ),
     "flip": (lambda x: ops.flip(x, axis=1), [F]),
     "roll": (lambda x: [ops.roll(x, 2, axis=-1), ops.roll(x, -1, axis=1)], [F]),
+    "roll round and round": (lambda x: [ops.roll(x, 7, axis=1), ops.roll(x, (-3, 2), axis=(1, 0))], [F]),
+    "peak to peak": (lambda x: [ops.ptp(x, axis=1), ops.ptp(x, axis=(0, -1), keepdims=True)], [F]),
+    "resize": (
+        lambda x: [ops.image.resize(x, (7, 4), how) for how in ("bilinear", "nearest")],
+        ["float32[B,T,5,3]"],
+    ),
+    "resize one image": (lambda x: ops.image.resize(x, (3, 8), data_format="channels_first"), ["float32[2,T,5]"]),
+    "resize to sizes": (
+        lambda x: ops.image.resize(x, (2 * ops.shape(x)[1], 3 * ops.shape(x)[1])),
+        ["float32[B,T,5,3]"],
+    ),
     "tril triu": (lambda x: [ops.tril(x, k=-1), ops.triu(x, k=1)], [F]),
     "meshgrid": (lambda x, y: ops.meshgrid(x, y), ["float32[T]", "float32[S]"]),
     "bare keys": (lambda x: [x[:2], x[None], x[...], x[1], ops.arange(6.0)[None] * x], ["float32[3,T,6]"]),
@@ -706,6 +724,14 @@ LAYERS = {
     "conv same": (lambda: keras.layers.Conv1D(4, 4, padding="same"), F),
     "conv strided": (lambda: keras.layers.Conv1D(4, 2, strides=2, padding="same"), "float32[B,2T,6]"),
     "conv 2d": (lambda: keras.layers.Conv2D(3, (2, 3), padding="same"), "float32[B,T,5,4]"),
+    "conv transposed": (lambda: keras.layers.Conv1DTranspose(4, 3, strides=2), F),
+    "conv transposed same": (lambda: keras.layers.Conv1DTranspose(4, 5, strides=2, padding="same"), F),
+    "conv transposed with gaps": (lambda: keras.layers.Conv1DTranspose(4, 2, strides=3), F),
+    "conv transposed 2d": (
+        lambda: keras.layers.Conv2DTranspose(4, (4, 3), strides=(2, 1), padding="same"),
+        "float32[B,T,5,3]",
+    ),
+    "up sampling 2d": (lambda: keras.layers.UpSampling2D((2, 3), interpolation="bilinear"), "float32[B,T,5,3]"),
     "grouped conv": (lambda: keras.layers.Conv1D(4, 3, groups=2), "float32[B,5,6]"),
     "depthwise conv": (lambda: keras.layers.DepthwiseConv1D(3, padding="same", depth_multiplier=2), F),
     "separable conv": (lambda: keras.layers.SeparableConv1D(4, 3, padding="same"), F),
@@ -919,6 +945,22 @@ def test_a_case_that_a_rule_does_not_cover_is_named():
     graph = traced(lambda x: ops.einsum("bii->bi", x), ["float32[B,3,3]"])
     with pytest.raises(UnsupportedOperationError, match="diagonal"):
         lower(graph)
+
+
+def test_attention_to_nothing_is_refused_where_the_runtime_has_none():
+    with pytest.raises(UnsupportedOperationError, match="at {'length': 1} there are no queries.*`min_length`"):
+        lower(traced(lambda x: kt.attention(x[:, : ops.shape(x)[1] // 2], x, x), ["float32[B,T,2,4]"]))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("mode", ["reflect", "symmetric"])
+@pytest.mark.parametrize("length", [1, 2, 3, 9])
+def test_mirrored_padding_is_that_of_numpy(mode, length):
+    """Backends differ where more is mirrored than there is, and torch's "symmetric" is the edge."""
+    proto, _ = build(lambda x: ops.pad(x, ((0, 0), (3, 5), (0, 0)), mode=mode), [F])
+    x = np.random.default_rng(0).normal(size=(2, length, 6)).astype("float32")
+    expected = np.pad(x, ((0, 0), (3, 5), (0, 0)), mode=mode)
+    np.testing.assert_array_equal(session(proto).run(None, {"x0": x})[0], expected)
 
 
 def test_a_rule_that_makes_another_shape_is_named():

@@ -11,7 +11,7 @@ from keras.src.ops import numpy as knp
 from keras_transformer import ops
 from keras_transformer.export.builder import CONTRIB, GraphBuilder, Tensor
 from keras_transformer.export.cached import SlotMask
-from keras_transformer.export.dims import multiply
+from keras_transformer.export.dims import Dim, Expr, axes_of, multiply
 from keras_transformer.export.lowering.elementwise import add, compare, compute_dtype, promoted, to_bool
 from keras_transformer.export.lowering.registry import register_lowering
 from keras_transformer.export.lowering.shaping import Repeated, scatter, slice_update
@@ -148,6 +148,11 @@ def attend(
     """
     dtype = promoted(query, key, value)
     query, key, value = (g.cast(x, dtype) for x in (query, key, value))
+    if (sizes := _none_at(query.shape[1], key.shape[1])) is not None:
+        raise NotImplementedError(
+            f"at {sizes} there are no queries or no keys, which ONNX Runtime's attention does not take; pass a larger "
+            "`min_length`"
+        )
     query, factor = _unscaled(g, query)
     if factor != 1.0:
         scale = factor * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -193,6 +198,15 @@ def attend(
     if flat:
         return g.reshape(output, (batch, length, num_heads, value.shape[3]))
     return g.transpose(output, _HEADS_FIRST)
+
+
+def _none_at(*lengths: Dim) -> dict[str, int] | None:
+    """Sizes of the free axes at which one of `lengths` is 0 or less; None where the smallest sizes leave some."""
+    for length in lengths:
+        sizes = {axis.name: axis.minimum for axis in axes_of(length)}
+        if (length.evaluate(sizes) if isinstance(length, Expr) else length) <= 0:
+            return sizes
+    return None
 
 
 def attend_with_weights(
@@ -362,6 +376,8 @@ def weighted_sum(g: GraphBuilder, weights: Tensor, values: Tensor) -> Tensor | N
         source, order = moved[0], [0, 1, 3, 2, 4]
     known = g.facts.get(source.value)
     if not isinstance(known, _Weights) or values.rank != 4 or values.shape[:2] != known.left.shape[:2]:
+        return None
+    if _none_at(known.left.shape[-2], known.right.shape[-1]) is not None:
         return None
     key = g.transpose(known.right, (0, 3, 1, 2))
     value = g.transpose(values, _HEADS_FIRST)

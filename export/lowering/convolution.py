@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keras
-from keras.src.ops import nn
+from keras.src.ops import image, nn
 
 from keras_transformer.export.builder import GraphBuilder, Tensor
 from keras_transformer.export.dims import Expr
@@ -73,6 +73,55 @@ def _pool(g, node, inputs):
         shape=(*x.shape[:2], *_spatial(node)),
     )
     return _channels_back(g, node, result)
+
+
+@register_lowering(nn.ConvTranspose)
+def _conv_transpose(g, node, inputs, kernel):
+    dtype = node.outputs[0].dtype
+    x, kernel = _channels_first(g, node, g.cast(inputs, dtype)), g.cast(kernel, dtype)
+    *sizes, filters, _ = kernel.shape
+    rank = len(sizes)
+    if node.attributes["output_padding"] is not None:
+        raise NotImplementedError("output_padding is not covered")
+    strides, dilations = (_each(node.attributes[name], rank) for name in ("strides", "dilation_rate"))
+    extents = [(size - 1) * dilation + 1 for size, dilation in zip(sizes, dilations, strict=True)]
+    # By how much the result of all products is longer than `strides` times the input; below 0, zeros follow.
+    surplus = [extent - stride for extent, stride in zip(extents, strides, strict=True)]
+    cut = [max(n, 0) if node.attributes["padding"] == "same" else 0 for n in surplus]
+    result = g.op(
+        "ConvTranspose",
+        x,
+        g.transpose(kernel, (rank + 1, rank, *range(rank))),
+        strides=strides,
+        dilations=dilations,
+        pads=[n // 2 for n in cut] + [n - n // 2 for n in cut],
+        output_padding=[max(-n, 0) for n in surplus],
+        shape=(x.shape[0], filters, *_spatial(node)),
+    )
+    return _channels_back(g, node, result)
+
+
+@register_lowering(image.Resize)
+def _resize(g, node, images):
+    attributes = node.attributes
+    if attributes["antialias"] or attributes["crop_to_aspect_ratio"] or attributes["pad_to_aspect_ratio"]:
+        raise NotImplementedError("antialias, crop_to_aspect_ratio and pad_to_aspect_ratio are not covered")
+    if attributes["interpolation"] not in _INTERPOLATIONS or not images.dtype.startswith("float"):
+        raise NotImplementedError(f"{attributes['interpolation']} interpolation of {images.dtype} is not covered")
+    x = g.unsqueeze(images, [0]) if images.rank == 3 else images
+    x = _channels_first(g, node, x)
+    shape = (*x.shape[:2], *attributes["size"])
+    how = _INTERPOLATIONS[attributes["interpolation"]]
+    sizes = g.shape_tensor(shape)
+    x = g.op("Resize", x, None, None, sizes, coordinate_transformation_mode="half_pixel", **how, shape=shape)
+    x = _channels_back(g, node, x)
+    return g.squeeze(x, [0]) if images.rank == 3 else x
+
+
+_INTERPOLATIONS = {
+    "nearest": {"mode": "nearest", "nearest_mode": "round_prefer_ceil"},
+    "bilinear": {"mode": "linear"},
+}
 
 
 def _channels_first(g, node, x):

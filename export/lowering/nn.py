@@ -40,6 +40,12 @@ def _reduce(g, node, x):
     return result
 
 
+@register_lowering(knp.Ptp)
+def _peak_to_peak(g, node, x):
+    axes, keepdims = axes_tuple(node.attributes["axis"], x.rank), node.attributes["keepdims"]
+    return g.op("Sub", *(g.reduce(op_type, x, axes, keepdims) for op_type in ("ReduceMax", "ReduceMin")))
+
+
 @register_lowering(knp.All, knp.Any)
 def _all_any(g, node, x):
     op_type = "ReduceMin" if node.kind is knp.All else "ReduceMax"

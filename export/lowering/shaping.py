@@ -9,7 +9,7 @@ from keras.src.ops import core
 from keras.src.ops import numpy as knp
 
 from keras_transformer.export.builder import GraphBuilder, Tensor, broadcast, product
-from keras_transformer.export.dims import Dim, Expr, add, multiply
+from keras_transformer.export.dims import Axis, Dim, Expr, add, multiply
 from keras_transformer.export.lowering.registry import register_lowering
 
 
@@ -315,13 +315,48 @@ def _tile(g, node, x):
 @register_lowering(knp.Pad)
 def _pad(g, node, x, constant_values=None):
     widths, mode = list(node.attributes["pad_width"]), node.attributes["mode"]
-    if mode not in ("constant", "reflect", "edge"):
-        raise NotImplementedError(f"ONNX has no padding mode {mode!r}")
+    if mode not in ("constant", "reflect", "edge", "symmetric"):
+        raise NotImplementedError(f"there is no padding mode {mode!r} in ONNX")
     if len(widths) == 1:
         widths *= x.rank
+    if mode == "symmetric" or mode == "reflect" and not all(map(_is_longer, x.shape, widths)):
+        for axis, (low, high) in enumerate(widths):
+            if (low, high) != (0, 0):
+                x = _mirrored(g, x, axis, low, high, edge_twice=mode == "symmetric")
+        return x
     pads = g.shape_tensor([low for low, _ in widths] + [high for _, high in widths])
     fill = None if not constant_values else g.scalar(constant_values, x.dtype)
     return g.op("Pad", x, pads, fill, mode=mode, shape=node.outputs[0].shape)
+
+
+def _is_longer(length: Dim, widths) -> bool:
+    """Whether an axis has more entries than are mirrored at an end, as ONNX Runtime asks, at every size."""
+    least = length.minimum if isinstance(length, Axis) else 0 if isinstance(length, Expr) else length
+    return all(not isinstance(width, Expr) and width < max(least, 1) for width in widths)
+
+
+def _mirrored(g: GraphBuilder, x: Tensor, axis: int, low: Dim, high: Dim, edge_twice: bool) -> Tensor:
+    """`x` with `low` and `high` mirrored entries at the ends of `axis`, as often to and fro as its length asks for."""
+    length = g.scalar(x.shape[axis], "int64")
+    one, two = (g.scalar(number, "int64") for number in (1, 2))
+    places = _places(g, multiply(low, -1), add(x.shape[axis], high))
+    if edge_twice:
+        place = g.op("Mod", places, g.op("Mul", length, two))
+        back = g.op("Sub", g.op("Sub", g.op("Mul", length, two), one), place)
+        return _gather(g, x, axis, g.op("Min", place, back))
+    last = g.op("Sub", length, one)
+    place = g.op("Mod", places, g.op("Max", g.op("Mul", last, two), one))
+    return _gather(g, x, axis, g.op("Sub", last, g.op("Abs", g.op("Sub", last, place))))
+
+
+def _places(g: GraphBuilder, start: Dim, stop: Dim) -> Tensor:
+    """The integers from `start` to before `stop`."""
+    bounds = [g.scalar(number, "int64") for number in (start, stop, 1)]
+    return g.op("Range", *bounds, shape=(add(stop, multiply(start, -1)),))
+
+
+def _gather(g: GraphBuilder, x: Tensor, axis: int, places: Tensor) -> Tensor:
+    return g.op("Gather", x, places, axis=axis, shape=(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :]))
 
 
 @register_lowering(knp.Flip)
@@ -343,7 +378,10 @@ def _roll(g, node, x):
         axis %= x.rank
         length = x.shape[axis]
         if isinstance(shift, Expr) or (isinstance(length, Expr) and abs(shift) > 1):
-            raise NotImplementedError("the shift may exceed the length of the axis")
+            # The shift may exceed the length.
+            places = _places(g, multiply(shift, -1), add(length, multiply(shift, -1)))
+            x = _gather(g, x, axis, g.op("Mod", places, g.scalar(length, "int64")))
+            continue
         if not isinstance(length, Expr):
             shift %= length
         if shift:
