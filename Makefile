@@ -70,8 +70,9 @@ zoo: $(VENV)/.installed-tests
 	@mkdir -p runs
 	@for backend in $(BACKENDS); do \
 	  KERAS_BACKEND=$$backend $(BIN)/python -m tests.zoo --json runs/zoo-$$backend.json || true; done
-	@KERAS_BACKEND=torch $(BIN)/python -m tests.zoo --others --json runs/zoo-others.json || true
-	$(BIN)/python -m tests.zoo --docs $(BACKENDS:%=runs/zoo-%.json) runs/zoo-others.json
+	@for more in others applications; do \
+	  KERAS_BACKEND=torch $(BIN)/python -m tests.zoo --$$more --json runs/zoo-$$more.json || true; done
+	$(BIN)/python -m tests.zoo --docs $(BACKENDS:%=runs/zoo-%.json) runs/zoo-others.json runs/zoo-applications.json
 
 fuzz: $(VENV)/.installed-tests
 	KERAS_BACKEND=$(BACKEND) $(BIN)/python -m tests.fuzz --seed $(SEED) --count $(COUNT)

@@ -1,7 +1,7 @@
 """Exports KerasHub's backbones, built small, and compares each graph with its model in ONNX Runtime.
 
-python -m tests.zoo [--names BERT T5 ...] [--others] [--json FILE]    on the backend that KERAS_BACKEND names
-python -m tests.zoo --docs FILE FILE FILE                             writes docs/zoo.md from what three backends gave
+python -m tests.zoo [--names BERT T5 ...] [--others | --applications] [--json FILE]    on KERAS_BACKEND
+python -m tests.zoo --docs FILE FILE FILE ...                         writes docs/zoo.md from what these runs gave
 
 The comparison is the zoo's own and shares nothing with the exporter's verification: other sizes, other masks, the
 model called as it is.
@@ -10,6 +10,7 @@ model called as it is.
 import argparse
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import pathlib
@@ -40,19 +41,18 @@ COUNTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A backbone: its class in `keras_hub.models`, the arguments, and the longest and shortest input."""
+    """A model: its class in `library`, the arguments, and the longest and shortest input."""
 
     cls: str
     arguments: dict
     longest: int | None = None
     shortest: int = 1
+    library: str = "keras_hub.models"
 
     def make(self):
         """The backbone, with weights that are the same on every backend."""
-        import keras_hub
-
         arguments = {name: x.make() if isinstance(x, Case) else x for name, x in self.arguments.items()}
-        model = getattr(keras_hub.models, self.cls)(**arguments)
+        model = getattr(importlib.import_module(self.library), self.cls)(**arguments)
         randomise(model)
         return model
 
@@ -318,6 +318,23 @@ OTHERS = {
     ),
 }
 
+APPLICATIONS = {
+    name: Case(name, {"weights": None, "classes": 13, "input_shape": (80, 96, 3)}, library="keras.applications")
+    for name in (
+        *("ConvNeXtTiny", "DenseNet121", "EfficientNetB0", "EfficientNetV2B0", "InceptionResNetV2", "InceptionV3"),
+        *(
+            "MobileNet",
+            "MobileNetV2",
+            "MobileNetV3Small",
+            "NASNetMobile",
+            "ResNet50",
+            "ResNet50V2",
+            "VGG16",
+            "Xception",
+        ),
+    )
+}
+
 
 def randomise(model) -> None:
     """Random weights, norms' scales and biases too: from NumPy, so that every backend has the same."""
@@ -478,6 +495,16 @@ entry differs by more than 1e-5 · (1 + max|output|).
 its nodes that stand for several operations, and each `Softmax`, `Where` and `Einsum`; "seconds" are those of export and
 both comparisons, on two cores that others used as well.
 """
+OTHERS_HEADING = """
+## Others that are tried
+
+In the same way, on torch.
+"""
+APPLICATIONS_HEADING = """
+## keras.applications
+
+One of each family, with random weights, images of 80 × 96 and a free batch, compared in the same way, on torch.
+"""
 COLUMNS = """
 | | verified on | difference | nodes | marks | seconds ({names}) |
 |---|---|---|---|---|---|
@@ -532,9 +559,12 @@ def write_page(files: list[pathlib.Path]) -> None:
     page += "".join(f" {', '.join(names)}: {reason}." for reason, names in reasons.items()) + "\n"
     undefined = [name for name in ZOO if any(results.get(name, {}).get("undefined") for results in found.values())]
     page += f"\nKeras gives numbers that are not finite in: {', '.join(undefined) or 'none of them'}.\n"
-    others = {name: results[name] for results in found.values() for name in OTHERS if name in results}
-    if others:
-        page += "\n## Others that are tried\n\nIn the same way, on torch.\n" + table(OTHERS, found)
+    for cases, heading in ((OTHERS, OTHERS_HEADING), (APPLICATIONS, APPLICATIONS_HEADING)):
+        others = {name: results[name] for results in found.values() for name in cases if name in results}
+        if not others:
+            continue
+        page += heading + table(cases, found)
+        page += f"\n{sum(row['verified'] for row in others.values())} of {len(others)} pass.\n"
         for name, row in others.items():
             if not row["verified"]:
                 # Where it was installed is nobody's business.
@@ -548,15 +578,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__.splitlines()[0])
     parser.add_argument("--names", nargs="+", help="these only")
     parser.add_argument("--others", action="store_true", help="the models that are tried beside the zoo")
+    parser.add_argument("--applications", action="store_true", help="the families of keras.applications")
     parser.add_argument("--json", type=pathlib.Path, help="where to write what was found")
     parser.add_argument("--docs", nargs="+", type=pathlib.Path, help="write docs/zoo.md from these files")
     args = parser.parse_args(arguments)
     if args.docs:
         write_page(args.docs)
         return 0
-    cases = OTHERS if args.others else ZOO
+    cases = OTHERS if args.others else APPLICATIONS if args.applications else ZOO
     names = args.names or list(cases)
-    results = run(names, ZOO | OTHERS)
+    results = run(names, ZOO | OTHERS | APPLICATIONS)
     if args.json:
         import keras
 
