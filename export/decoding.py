@@ -23,6 +23,7 @@ class Decoding:
     def __init__(self, session, batch: int, encoded: dict | None = None):
         self._session = session
         self._encoded = dict(encoded or {})
+        self._sources = np.arange(batch)  # which of the encoder's rows each row is decoded for
         self._real = np.zeros((batch, 0), bool)
         self._past = {
             node.name: ort_value(np.zeros(self._cache_shape(batch, node.shape), _dtype(node.type)))
@@ -62,11 +63,24 @@ class Decoding:
         return self.extend(tokens)[:, -1]
 
     def take(self, index: np.ndarray) -> Decoding:
-        """The same object, its rows those that `index` names."""
-        self._real = self._real[index]
-        for tensors in (self._encoded, self._past):
-            tensors.update({name: ort_value(value.numpy()[index]) for name, value in tensors.items()})
+        """The same object, its rows those that `index` names; what would not change is not copied."""
+        if np.array_equal(index, np.arange(len(self._sources))):
+            return self
+        # Beams change places with those of the same source.
+        before, self._sources = self._sources, self._sources[index]
+        if not np.array_equal(before, self._sources):
+            self._encoded = {name: ort_value(value.numpy()[index]) for name, value in self._encoded.items()}
+        self._take_cache(index)
         return self
+
+    def _take_cache(self, index):
+        self._real = self._real[index]
+        self._past = {name: ort_value(value.numpy()[index]) for name, value in self._past.items()}
+
+    @property
+    def cache(self) -> dict[str, np.ndarray]:
+        """Keys and values (B, K, slots, H) by the names of the graph's inputs."""
+        return {name: value.numpy() for name, value in self._past.items()}
 
     def _cache_shape(self, batch, shape):
         """The shape of an empty cache, from that of an input (batch, heads, slots, head width)."""
@@ -94,6 +108,7 @@ class BufferDecoding(Decoding):
         self._slots = slots
         super().__init__(session, batch, encoded)
         self._lengths = np.zeros(batch, np.int64)
+        self._spare = None
 
     def extend(self, input_ids: np.ndarray, real: np.ndarray | None = None) -> np.ndarray:
         """As `Decoding.extend`; several tokens at once only into an empty cache, and padding after a row's last one."""
@@ -108,9 +123,18 @@ class BufferDecoding(Decoding):
             self.extend(prompts, np.arange(prompts.shape[1]) < lengths[:, None])
             self._lengths -= 1
 
-    def take(self, index: np.ndarray) -> BufferDecoding:
+    def _take_cache(self, index):
         self._lengths = self._lengths[index]
-        return super().take(index)
+        filled = self._lengths.max()
+        for name, value in self._past.items():
+            # Into the memory that the one before had.
+            old, spare = value.numpy(), self._spare
+            if spare is None or spare.shape()[0] != len(index):
+                spare = ort_value(np.zeros((len(index), *old.shape[1:]), old.dtype))
+            new = spare.numpy()
+            for row, source in enumerate(index):
+                new[row, :, :filled] = old[source, :, :filled]
+            self._past[name], self._spare = spare, value
 
     def _cache_shape(self, batch, shape):
         return batch, shape[1], self._slots, shape[3]
@@ -140,4 +164,5 @@ def _feeds(input_ids, attention_mask, position_ids):
 
 
 def _dtype(onnx_type):
-    return {"tensor(float16)": np.float16, "tensor(double)": np.float64}.get(onnx_type, np.float32)
+    others = {"tensor(float16)": np.float16, "tensor(double)": np.float64, "tensor(int8)": np.int8}
+    return others.get(onnx_type, np.float32)
