@@ -48,6 +48,24 @@ def check_form(form: str, model, target: str) -> None:
         )
 
 
+def check_cache(cache: str | None, model, target: str) -> None:
+    """Refuses an unknown cache, and one that `model` or `target` has not."""
+    if cache not in (None, "int8"):
+        raise ExportError(f"`cache` must be None or 'int8'. Received: cache={cache!r}")
+    if cache is None:
+        return
+    if target != "onnxruntime":
+        raise ExportError(
+            f"`cache` must be None for target={target!r}: only ONNX Runtime's GroupQueryAttention reads a cache of "
+            f"int8, which is target='onnxruntime'. Received: cache={cache!r}"
+        )
+    if (dtype := getattr(model, "compute_dtype", "float32")) not in ("float32", "float16"):
+        raise ExportError(
+            f"`cache` must be None for a model that computes in {dtype}: GroupQueryAttention takes float32 and "
+            f"float16. Received: cache={cache!r}"
+        )
+
+
 def check_sizes(**sizes: Any) -> None:
     """Refuses what is neither None nor an integer."""
     for name, value in sizes.items():

@@ -115,6 +115,11 @@ def parser() -> argparse.ArgumentParser:
         help="graphs with a key/value cache: logits of all positions, or only the last one's, which is all that "
         "generation needs (default: %(default)s)",
     )
+    export.add_argument(
+        "--cache",
+        choices=("int8",),
+        help="with --target onnxruntime: hold keys and values as int8 (default: as the model computes)",
+    )
     export.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to put beside the graphs, for `translate`")
     export.add_argument("--force", action="store_true", help="write into DIR although it holds other files")
     _comparison(export)
@@ -305,6 +310,7 @@ def _export(options):
             form=form,
             target=options.target,
             logits=options.logits,
+            cache=options.cache,
             tokenizer=tokenizer,
             force=options.force,
         )

@@ -9,7 +9,14 @@ from typing import Any
 
 import keras
 
-from keras_transformer.export.arguments import check_arguments, check_form, check_sizes, check_tokenizer, longest
+from keras_transformer.export.arguments import (
+    check_arguments,
+    check_cache,
+    check_form,
+    check_sizes,
+    check_tokenizer,
+    longest,
+)
 from keras_transformer.export.cached import TARGETS
 from keras_transformer.export.dims import Axis
 from keras_transformer.export.errors import ExportError, NotAnExportError, VerificationError
@@ -17,6 +24,7 @@ from keras_transformer.export.forms import convert
 from keras_transformer.export.genai import write_genai_files
 from keras_transformer.export.generalise import generalise, trace_sizes
 from keras_transformer.export.generator import trace_generator
+from keras_transformer.export.int8_cache import measure_cache, quantize_cache
 from keras_transformer.export.installing import check_target, install_directory, install_file, staging
 from keras_transformer.export.ir import Graph, Weight
 from keras_transformer.export.lowering import find_rule, lower
@@ -44,6 +52,7 @@ def export_onnx(
     form: str = "fp32",
     target: str = "portable",
     logits: str = "all",
+    cache: str | None = None,
     tokenizer: Any = None,
     verify: bool = True,
     force: bool = False,
@@ -82,6 +91,8 @@ def export_onnx(
             ids, the loop over tokens inside, for whoever wants a single call; `path` may then be a file.
         logits: of graphs with a cache: `"all"` positions' logits, or only the `"last"` one's, which is all that
             generation needs.
+        cache: of `target="onnxruntime"`: `"int8"` holds keys and values in a quarter of float32's memory, with scales
+            that are measured on the inputs of verification; see `export.int8_cache`. None: as the model computes.
         tokenizer: a `keras_transformer.text.Tokenizer`, or one of the package `tokenizers`, to put beside the graphs,
             so that a runner takes and gives text. For models that generate, sentence encoders and classifiers.
         verify: False leaves verification to you; the files are then not known to be right.
@@ -106,6 +117,7 @@ def export_onnx(
     if target not in TARGETS:
         raise ExportError(f"`target` must be one of {TARGETS}. Received: target={target!r}")
     check_form(form, model, target)
+    check_cache(cache, model, target)
     family = _family(model, path, target)
     takes_text = family is not None or bool(_text_task(model, None))
     check_arguments(
@@ -136,6 +148,8 @@ def export_onnx(
         else:
             config = family.runner_config(model, max_length, logits, target)
         config["form"] = form
+        if cache is not None:
+            config["cache"] = cache
         weights: dict[str, Weight] = {}
         if family is None:
             graphs = _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names)
@@ -145,6 +159,10 @@ def export_onnx(
         share_weights([model for _, _, model in made], folder)
         for name, graph, lowered in made:
             weights |= {weight.name: weight for weight in graph.weights}
+            write(lowered, graph, folder / f"{name}.onnx", config)
+        if cache == "int8":
+            # The last one is the decoder; as it stands its cache is float, which is what is measured.
+            quantize_cache(lowered, measure_cache(model, folder, config, samples))
             write(lowered, graph, folder / f"{name}.onnx", config)
         if tokenizer is not None:
             tokenizer.save(str(folder / "tokenizer.json"))
