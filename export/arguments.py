@@ -39,8 +39,6 @@ def check_form(form: str, model, target: str) -> None:
         raise ExportError(f"`form` must be one of {FORMS}. Received: form={form!r}")
     if form == "fp32":
         return
-    if target == "generator":
-        raise ExportError(f"`form` must be 'fp32' for target='generator'. Received: form={form!r}")
     if (dtype := getattr(model, "compute_dtype", "float32")) != "float32":
         raise ExportError(
             f"`form` must be 'fp32', which keeps what there is, for a model that computes in {dtype}. "

@@ -45,33 +45,36 @@ def convert(model: onnx_ir.Model, form: str) -> onnx_ir.Model:
 
 def _half(model):
     """Weights, activations and caches in float16; other inputs and outputs stay what they are."""
-    graph = model.graph
-    wide = _waves(graph) | {node for node in graph if node.op_type in _WIDE or _has_extreme_constant(node)}
+    nodes, graphs = list(model.graph.all_nodes()), [model.graph, *model.graph.subgraphs()]
+    wide = _waves(nodes) | {node for node in nodes if node.op_type in _WIDE or _has_extreme_constant(node)}
+    wide |= _choices(nodes)
     # A norm's reciprocal may be as large as it likes, until it is multiplied.
     scaled = [user for node in wide if node.op_type in _UNBOUNDED for user, _ in node.outputs[0].uses()]
     wide |= {node for node in scaled if node.op_type in ("Mul", "Div", *_UNBOUNDED)}
     wide |= {user for node in scaled if node.op_type in _UNBOUNDED for user, _ in node.outputs[0].uses()}
-    for node in graph:
+    for node in nodes:
         if node.op_type == "Attention":
             node.attributes["softmax_precision"] = onnx_ir.AttrInt64("softmax_precision", 1)
         if node not in wide:
             _make_half(node)
-    for value in [*graph.inputs, *graph.initializers.values()]:
-        cached = value.name.startswith(("past_key_values", "cross_key_values"))
+    for value in [value for graph in graphs for value in [*graph.inputs, *graph.initializers.values()]]:
+        # What a loop carries are caches.
+        cached = value.graph is not model.graph or value.name.startswith(("past_key_values", "cross_key_values"))
         if value.dtype == _FLOAT and (cached or value.const_value is not None and _narrow_uses(value, wide)):
             value.dtype = _HALF
             if value.const_value is not None:
                 value.const_value = onnx_ir.tensor(value.const_value.numpy().astype(np.float16), name=value.name)
-    for node in list(graph):
+    for node in nodes:
         want = _FLOAT if node in wide else _HALF
         for place, value in enumerate(node.inputs):
             if value is not None and value.dtype in (_FLOAT, _HALF) and value.dtype != want and node.op_type != "Cast":
-                node.replace_input_with(place, _cast(graph, value, want, node))
-    for place, value in enumerate(graph.outputs):
+                node.replace_input_with(place, _cast(value, want))
+    outputs = model.graph.outputs
+    for place, value in enumerate(outputs):
         if value.dtype == _HALF and not value.name.startswith(("present", "cross_key_values")):
             name, value.name = value.name, f"{value.name}.half"
-            graph.outputs[place] = _cast(graph, value, _FLOAT, None)
-            graph.outputs[place].name = name
+            outputs[place] = _cast(value, _FLOAT)
+            outputs[place].name = name
     return model
 
 
@@ -82,14 +85,24 @@ _WIDE = ("LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax", "Pow
 _WIDE += ("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2")
 
 
-def _waves(graph) -> set:
+def _waves(nodes) -> set:
     """The nodes that make waves of positions, whose angles float16 cannot hold."""
-    waiting, found = [node for node in graph if node.op_type in ("Sin", "Cos")], set()
+    waiting, found = [node for node in nodes if node.op_type in ("Sin", "Cos")], set()
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
             waiting += [value.producer() for value in node.inputs if value is not None and value.producer() is not None]
+    return found
+
+
+def _choices(nodes) -> set:
+    """The nodes that choose a token, or how to: temperatures and random numbers need the range and the places."""
+    found = set()
+    for node in nodes:
+        if node.op_type == "If":
+            found.add(node.inputs[0].producer())
+            found.update(inner for attribute in node.attributes.values() for inner in attribute.as_graph())
     return found
 
 
@@ -117,21 +130,19 @@ def _narrow_uses(value, wide):
     return any(node not in wide for node, _ in value.uses())
 
 
-def _cast(graph, value, dtype, before):
-    """`value` as `dtype`, cast once for all its readers."""
+def _cast(value, dtype):
+    """`value` as `dtype`, cast once for all its readers, in the graph that it is in."""
+    graph, producer = value.graph, value.producer()
     for user, _ in value.uses():
-        if user.op_type == "Cast" and user.attributes["to"].as_int() == dtype:
+        if user.op_type == "Cast" and user.attributes["to"].as_int() == dtype and user.graph is graph:
             return user.outputs[0]
     made = onnx_ir.node("Cast", [value], {"to": int(dtype)}, name=f"{value.name}/as_{dtype.name.lower()}")
     (result,) = made.outputs
     result.name, result.type, result.shape = made.name, onnx_ir.TensorType(dtype), value.shape
-    producer = value.producer()
     if producer is not None:
         graph.insert_after(producer, made)
-    elif before is not None:
-        graph.insert_before(graph[0], made)
     else:
-        graph.append(made)
+        graph.insert_before(graph[0], made)
     return result
 
 
@@ -216,7 +227,7 @@ class _Dynamic:
     def product(self, node, stored):
         weight, scales, as_rows = stored
         write, x = Writer(node), node.inputs[0]
-        quantized, scale, zero = _quantized(write, x)
+        quantized, scale, zero = _quantized(x)
         if as_rows:
             weight = write("Transpose", weight, perm=[1, 0])
         sums = write("MatMulInteger", quantized, weight, zero)
@@ -231,19 +242,19 @@ class _Dynamic:
         return write("Mul", rows, write("Unsqueeze", factor, last))
 
 
-def _quantized(write, x):
-    """`DynamicQuantizeLinear` of `x`, one for all products that read it."""
+def _quantized(x):
+    """`DynamicQuantizeLinear` of `x`, one for all products that read it, in the graph that it is in."""
+    graph, producer = x.graph, x.producer()
     for user, _ in x.uses():
-        if user.op_type == "DynamicQuantizeLinear" and user.graph is write.graph:
+        if user.op_type == "DynamicQuantizeLinear" and user.graph is graph:
             return user.outputs
-    producer = x.producer()
     made = onnx_ir.node("DynamicQuantizeLinear", [x], num_outputs=3, name=f"{x.name}/quantized")
     for index, value in enumerate(made.outputs):
         value.name = f"{made.name}.{index}" if index else made.name
-    if producer is not None and producer.graph is write.graph:
-        producer.graph.insert_after(producer, made)
+    if producer is not None:
+        graph.insert_after(producer, made)
     else:
-        write.graph.insert_before(write.graph[0], made)
+        graph.insert_before(graph[0], made)
     return made.outputs
 
 

@@ -1,8 +1,9 @@
 """One graph that generates: prompts in, finished ids out; the loop over tokens is inside of it, an ONNX `Loop`.
 
-What a step does is `CachedDecoder` and the generation's own `Rules`, traced like any other function: the first step,
-which reads the whole prompt, stands before the loop, and every later one is its body. Tokens are drawn by the
-counter-based generator of `generation.noise`, so that a seed gives what it gives in Keras.
+What a step does is `CachedDecoder`, traced like any other function: the first step, which reads the whole prompt,
+stands before the loop, and every later one is its body. How it chooses is the generation's own `Rules`, traced for a
+drawn token and for the best one: the branches of an `If`. Tokens are drawn by the counter-based generator of
+`generation.noise`, so that a seed gives what it gives in Keras.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
 import onnx_ir
 from keras import ops
 
@@ -22,7 +22,10 @@ from keras_transformer.generation.rules import Rules
 
 # The arguments of `generate` that the graph has as inputs, each a number.
 SETTINGS = {"temperature": "float32", "top_k": "int64", "top_p": "float32", "seed": "int64"}
-_PREFIX = "step"
+# What an `If` gives of the chosen tokens.
+_CHOSEN = ("next.going", "next.tokens", "next.finished")
+# The names of the logits in the graph and in the loop's body, by which verification finds them.
+LOGITS = ("next.logits", "step/next.logits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +65,8 @@ def trace_generator(parts: GeneratorParts, trace: Callable, lower: Callable) -> 
     specs = [*parts.inputs, InputSpec("max_new_tokens", (), "int64"), *settings]
     caches = cache_names("past_key_values", parts.decoder.num_layers)
     extra = [spec.name for spec in parts.extra]
-    carried = [f"next.{name}" for name in ("going", "tokens", "finished", "attention_mask", *caches)]
-    first = trace(_first(parts), specs, parts.axes, ["remaining", "lengths", *extra, *carried])
+    made = [f"next.{name}" for name in ("logits", "number", "attention_mask", *caches)]
+    first = trace(_first(parts), specs, parts.axes, ["remaining", "lengths", "draws", "finished", *extra, *made])
     past = Axis("past_length", 1)
     batch = parts.axes[0]
     heads, head_dim = parts.decoder.kv_shape
@@ -75,28 +78,36 @@ def trace_generator(parts: GeneratorParts, trace: Callable, lower: Callable) -> 
         *(InputSpec(name, (batch, heads, past, head_dim), parts.decoder.dtype) for name in caches),
         InputSpec("lengths", (batch,), "int64"),
         *parts.extra,
-        *settings,
     ]
     axes = [batch, past, *(axis for axis in parts.axes[1:] if any(axis in spec.shape for spec in parts.extra))]
-    body = trace(_step(parts), step_specs, axes, carried)
+    body = trace(_step(parts), step_specs, axes, made)
+    logits = first.outputs[first.output_names.index(LOGITS[0])]
+    choice_specs = [
+        InputSpec("logits", logits.shape, logits.dtype),
+        InputSpec("number", (), "int32"),
+        InputSpec("finished", (batch,), "bool"),
+        *settings,
+    ]
+    choices = [trace(_choice(parts.rules, draws), choice_specs, [batch], list(_CHOSEN)) for draws in (True, False)]
     weights = {id(weight): weight for graph in (first, body) for weight in graph.weights}
-    model = _joined(lower(first), lower(body), 3 + len(caches))
+    model = lower(first)
+    _with_loop(model.graph, lower(body).graph, lambda: [lower(choice).graph for choice in choices])
     return dataclasses.replace(first, weights=list(weights.values())), model
 
 
 def _first(parts):
     def first(*inputs):
-        prompts, (max_new_tokens, *settings) = inputs[: len(parts.inputs)], inputs[len(parts.inputs) :]
+        prompts, (max_new_tokens, temperature, *_) = inputs[: len(parts.inputs)], inputs[len(parts.inputs) :]
         ids, mask, positions, extra = parts.begin(*prompts)
         batch = ops.shape(ids)[0]
         heads, head_dim = parts.decoder.kv_shape
         empty = ops.zeros((batch, 0, heads, head_dim), parts.decoder.dtype)
         cache = tuple((empty, empty) for _ in range(parts.decoder.num_layers))
-        finished = ops.zeros((batch,), "bool")
         if parts.room is not None:
             max_new_tokens = ops.minimum(max_new_tokens, parts.room(*prompts))
-        state = _next(parts, ids, mask, positions, extra, cache, ops.zeros((), "int32"), finished, settings)
-        return _int64(ops.subtract(max_new_tokens, 1)), _int64(ops.add(positions[:, -1], 1)), *extra, *state
+        remaining, lengths = _int64(ops.subtract(max_new_tokens, 1)), _int64(ops.add(positions[:, -1], 1))
+        made = _next(parts, ids, mask, positions, extra, cache, ops.zeros((), "int32"))
+        return remaining, lengths, ops.greater(temperature, 0), ops.zeros((batch,), "bool"), *extra, *made
 
     return first
 
@@ -105,25 +116,22 @@ def _step(parts):
     count = 2 * parts.decoder.num_layers
 
     def step(iteration, tokens, finished, mask, *rest):
-        caches, (lengths, *rest) = rest[:count], rest[count:]
-        extra, settings = rest[: len(parts.extra)], rest[len(parts.extra) :]
+        caches, (lengths, *extra) = rest[:count], rest[count:]
         caches = [ops.transpose(cache, (0, 2, 1, 3)) for cache in caches]
         cache = tuple(zip(caches[::2], caches[1::2], strict=True))
         positions = ops.expand_dims(ops.add(lengths, iteration), 1)
         ids = ops.expand_dims(tokens, 1)
         number = ops.cast(ops.add(iteration, 1), "int32")
-        return _next(parts, ids, mask, positions, extra, cache, number, finished, settings)
+        return _next(parts, ids, mask, positions, extra, cache, number)
 
     return step
 
 
-def _next(parts, ids, mask, positions, extra, cache, number, finished, settings):
-    """What is carried to the next step, after the model has seen `ids`, of which token `number` follows."""
+def _next(parts, ids, mask, positions, extra, cache, number):
+    """What token `number`, which follows `ids`, is chosen by, and what is carried to the next step."""
     logits, cache = parts.decoder.grow(ops.cast(ids, "int64"), mask, positions, extra, cache)
-    tokens, finished = _chosen(parts.rules, logits[:, -1], number, finished, *settings)
-    going = ops.logical_not(ops.all(finished))
     mask = ops.concatenate([mask, ops.ones_like(mask[:, :1])], axis=1)
-    return going, tokens, finished, _int64(mask), *heads_first(cache)
+    return logits[:, -1], number, _int64(mask), *heads_first(cache)
 
 
 def _int64(x):
@@ -131,103 +139,113 @@ def _int64(x):
     return ops.cast(x, "int64")
 
 
-def _chosen(rules, logits, number, finished, temperature, top_k, top_p, seed):
-    """Tokens (B,) and which rows have ended: the best ones at temperature 0, otherwise drawn ones."""
-    vocabulary = logits.shape[-1]
-    drawing = {
-        "temperature": ops.maximum(temperature, float(np.finfo("float32").tiny)),
+def _choice(rules, draws):
+    def choose(logits, number, finished, *settings):
+        """Whether a row goes on, tokens (B,) and which rows have ended: drawn ones, or the best ones."""
+        chosen = dataclasses.replace(rules, settings=_drawing(logits, *settings) if draws else {})
+        tokens, finished, _ = chosen.next_tokens(logits, number, finished, {}, ops)
+        return ops.logical_not(ops.all(finished)), tokens, finished
+
+    return choose
+
+
+def _drawing(logits, temperature, top_k, top_p, seed):
+    """The rules' settings from the graph's numbers."""
+    # The 32 bits of an unsigned number as a signed one.
+    seed = ops.cast(ops.where(ops.less(seed, 2**31), seed, ops.subtract(seed, 2**32)), "int32")
+    return {
+        "temperature": temperature,
         # 0 and 1, which mean "no matter", must take nothing away.
-        "top_k": ops.where(ops.greater(top_k, 0), top_k, vocabulary),
+        "top_k": ops.where(ops.greater(top_k, 0), top_k, logits.shape[-1]),
         "top_p": ops.where(ops.less(top_p, 1.0), top_p, 2.0),
-        # The 32 bits of an unsigned number as a signed one.
-        "seed": ops.reshape(ops.cast(ops.where(ops.less(seed, 2**31), seed, ops.subtract(seed, 2**32)), "int32"), (1,)),
-        "rows": ops.arange(ops.shape(finished)[0], dtype="int32"),
+        "seed": ops.reshape(seed, (1,)),
+        "rows": ops.arange(ops.shape(logits)[0], dtype="int32"),
     }
-    drawn, best = (
-        dataclasses.replace(rules, settings=settings).next_tokens(logits, number, finished, {}, ops)[:2]
-        for settings in (drawing, {})
-    )
-    draws = ops.greater(temperature, 0)
-    return tuple(ops.where(draws, one, other) for one, other in zip(drawn, best, strict=True))
 
 
-def _joined(model: onnx_ir.Model, body: onnx_ir.Model, carried: int) -> onnx_ir.Model:
-    """The first step's model with the loop behind it; the body's first `carried` inputs after the iteration change."""
-    graph, inner = model.graph, body.graph
-    outputs = list(graph.outputs)
-    remaining, lengths, *values = outputs
-    state = values[len(values) - carried - 1 :]
-    known = {value.name: value for value in [*graph.inputs, lengths, *values[: len(values) - carried - 1]]}
-    _adopt_initializers(graph, inner)
-    iteration, *inputs = inner.inputs
-    for value in inputs[carried:]:
-        # The body reads what does not change where it stands.
-        value.replace_all_uses_with(known[value.name])
-    for node in inner:
-        node.name = f"{_PREFIX}/{node.name}"
-        for value in node.outputs:
-            value.name = value.name and f"{_PREFIX}/{value.name}"
-    condition = onnx_ir.Value(
-        name=f"{_PREFIX}/going_in", type=onnx_ir.TensorType(onnx_ir.DataType.BOOL), shape=onnx_ir.Shape([])
-    )
-    inputs = inputs[:carried]
-    for value in (iteration, *inputs):
-        value.name = f"{_PREFIX}/{value.name}_in"
-    tokens = onnx_ir.Node("", "Identity", [inner.outputs[1]], name=f"{_PREFIX}/made")
-    made = tokens.outputs[0]
-    made.name, made.type, made.shape = f"{_PREFIX}/made", inner.outputs[1].type, inner.outputs[1].shape
-    inner.append(tokens)
-    inner.outputs.append(made)
-    inner.inputs.clear()
-    inner.inputs.extend([iteration, condition, *inputs])
-    inner.name = _PREFIX
-    loop = onnx_ir.Node(
-        "",
-        "Loop",
-        [remaining, *state],
-        [onnx_ir.AttrGraph("body", inner)],
-        num_outputs=carried + 1,
-        name="generate/Loop",
-    )
-    for index, value in enumerate(loop.outputs):
-        value.name = f"generate/Loop.{index}"
+def _with_loop(graph: onnx_ir.Graph, body: onnx_ir.Graph, branches: Callable) -> None:
+    """Puts the first choice and the loop behind the first step.
+
+    Args:
+        graph: what `_first` became.
+        body: what `_step` became.
+        branches: gives what `_choice` became, for drawn tokens and for the best ones; anew at each call.
+    """
+    known = {value.name: value for value in [*graph.inputs, *graph.outputs]}
+    settings = {name: known[name] for name in SETTINGS}
+
+    def choose(place, logits, number, finished, prefix):
+        outside = {"logits": logits, "number": number, "finished": finished} | settings
+        drawn, best = branches()
+        for name, branch in (("drawn", drawn), ("best", best)):
+            _enter(graph, branch, outside, f"{prefix}/{name}")
+        parts = [onnx_ir.AttrGraph("then_branch", drawn), onnx_ir.AttrGraph("else_branch", best)]
+        node = onnx_ir.Node("", "If", [known["draws"]], parts, num_outputs=len(_CHOSEN), name=f"{prefix}/If")
+        for name, value, made in zip(_CHOSEN, node.outputs, best.outputs, strict=True):
+            value.name, value.type, value.shape = f"{prefix}/{name}", made.type, made.shape
+        place.append(node)
+        return node.outputs
+
+    logits, number, *kept = list(graph.outputs)[-len(body.outputs) :]
+    going, *chosen = choose(graph, logits, number, known["finished"], "choose")
+    state = [*chosen, *kept]
+    # What is not carried from step to step the body reads where it stands.
+    _enter(graph, body, {value.name: known[value.name] for value in body.inputs[1 + len(state) :]}, "step")
+    iteration, *inputs = body.inputs
+    logits, number, *kept = body.outputs
+    goes_on, *chosen = choose(body, logits, number, inputs[1], "step/choose")
+    condition = onnx_ir.Value(name="step/going_in", type=goes_on.type, shape=goes_on.shape)
+    body.inputs[:] = [iteration, condition, *inputs]
+    body.outputs[:] = [goes_on, *chosen, *kept, _node(body, "Identity", [chosen[0]], "step/made", like=chosen[0])]
+    parts = [onnx_ir.AttrGraph("body", body)]
+    inputs = [known["remaining"], going, *state]
+    loop = onnx_ir.Node("", "Loop", inputs, parts, num_outputs=len(state) + 1, name="generate/Loop")
+    for index, (value, same) in enumerate(zip(loop.outputs, [*state, state[0]], strict=True)):
+        value.name, value.type = f"generate/Loop.{index}", same.type
     graph.append(loop)
-    ids = _ids(graph, state[1], loop.outputs[-1])
-    graph.outputs.clear()
-    graph.outputs.append(ids)
-    return model
+    # All tokens (B, L), from the first ones (B,) and those of the loop (L - 1, B).
+    axes = _node(graph, "Constant", [], "generate/axes", value_ints=[1])
+    first = _node(graph, "Unsqueeze", [state[0], axes], "generate/first")
+    later = _node(graph, "Transpose", [loop.outputs[-1]], "generate/later", perm=[1, 0])
+    columns = _node(graph, "Concat", [first, later], "generate/columns", axis=1)
+    ids = _node(graph, "Cast", [columns], "ids", to=int(onnx_ir.DataType.INT64))
+    ids.type, ids.shape = onnx_ir.TensorType(onnx_ir.DataType.INT64), onnx_ir.Shape(["batch", "new_length"])
+    graph.outputs[:] = [ids]
 
 
-def _ids(graph, first, later):
-    """All tokens (B, L) int64, from the first ones (B,) and those of the loop (L - 1, B)."""
-    axes = onnx_ir.tensor(np.array([1], np.int64), name="generate/axes")
-    axes = onnx_ir.Value(
-        name="generate/axes",
-        const_value=axes,
-        type=onnx_ir.TensorType(onnx_ir.DataType.INT64),
-        shape=onnx_ir.Shape([1]),
-    )
-    graph.register_initializer(axes)
-
-    def node(op_type, *inputs, **attributes):
-        made = onnx_ir.node(op_type, list(inputs), attributes, name=f"generate/{op_type}")
-        made.outputs[0].name = f"generate/{op_type}"
-        graph.append(made)
-        return made.outputs[0]
-
-    columns = node("Concat", node("Unsqueeze", first, axes), node("Transpose", later, perm=[1, 0]), axis=1)
-    ids = node("Cast", columns, to=int(onnx_ir.DataType.INT64))
-    ids.name, ids.type = "ids", onnx_ir.TensorType(onnx_ir.DataType.INT64)
-    ids.shape = onnx_ir.Shape(["batch", "new_length"])
-    return ids
+def _node(graph, op_type, inputs, name, like=None, **attributes):
+    """Appends a node; its result, of the type and shape of `like`."""
+    made = onnx_ir.node(op_type, inputs, attributes, name=name)
+    (result,) = made.outputs
+    result.name = name
+    if like is not None:
+        result.type, result.shape = like.type, like.shape
+    graph.append(made)
+    return result
 
 
-def _adopt_initializers(graph, inner):
-    """Lets `inner` read its initializers from `graph`, which gets those that it has not."""
+def _enter(graph, inner, outside, prefix):
+    """Makes of `inner` a subgraph within `graph`, with `prefix` before the names of its nodes and values.
+
+    Its weights lie in `graph`, and of its inputs those that `outside` has a value for are read from there.
+    """
     for name, value in list(inner.initializers.items()):
-        if name in graph.initializers:
-            value.replace_all_uses_with(graph.initializers[name])
-            del inner.initializers[name]
-        else:
-            del inner.initializers[name]
+        del inner.initializers[name]
+        known = graph.initializers.get(name)
+        if known is None:
             graph.register_initializer(value)
+        else:
+            value.replace_all_uses_with(known)
+    inputs = []
+    for value in inner.inputs:
+        if value.name in outside:
+            value.replace_all_uses_with(outside[value.name])
+        else:
+            value.name = f"{prefix}/{value.name}_in"
+            inputs.append(value)
+    inner.inputs[:] = inputs
+    for node in inner:
+        node.name = f"{prefix}/{node.name}"
+        for value in node.outputs:
+            value.name = value.name and f"{prefix}/{value.name}"
+    inner.name = prefix

@@ -144,7 +144,9 @@ class Report:
         ]
         if self.form != "fp32":
             same = "" if self.agreement is None else f", highest logit at the same id in {self.agreement:.2%}"
-            lines.append(f"Form {self.form}: {self.size:,} bytes, 1 - cosine {self.max_error:.3g} at most{same}.")
+            cosines = [comparison.max_error for comparison in self.comparisons if comparison.measure != "error"]
+            worst = f"1 - cosine {max(cosines, default=0):.3g} at most"
+            lines.append(f"Form {self.form}: {self.size:,} bytes, {worst}{same}.")
         if len(self.failures) > 1:
             lines.append(f"{len(self.failures)} comparisons failed.")
         if self.tokens is not None:

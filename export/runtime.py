@@ -241,30 +241,36 @@ class OnnxGenerator:
         request = self.generation_request(inputs, max_new_tokens).asking(
             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
-        return self._session.run(None, self.feeds(request))[0].astype(np.int32)
+        return self._session.run(None, generator_feeds(self.config, request))[0].astype(np.int32)
 
     def generation_request(self, inputs: Any, max_new_tokens: int | None) -> Request:
         """The prompts or sources, once they are checked."""
-        return _requests[self.config["kind"]](self.config, inputs, max_new_tokens)
-
-    def feeds(self, request: Request) -> dict[str, np.ndarray]:
-        """The graph's inputs."""
-        given, settings = request.inputs, request.rules.settings
-        if self.config["kind"] == "decoder":
-            prompt, lengths = given["prompt"], given["lengths"]
-            mask = np.arange(prompt.shape[1]) < lengths[:, None]
-            given = {"input_ids": prompt.astype(np.int64), "attention_mask": mask.astype(np.int64)}
-        seed = settings.get("seed", np.zeros(1, np.int32)).view(np.uint32)
-        return given | {
-            "max_new_tokens": np.array(request.max_new_tokens, np.int64),
-            "temperature": np.array(settings.get("temperature", 0), np.float32),
-            "top_k": np.array(settings.get("top_k", 0), np.int64),
-            "top_p": np.array(settings.get("top_p", 1), np.float32),
-            "seed": np.array(seed[0], np.int64),
-        }
+        return generator_request(self.config, inputs, max_new_tokens)
 
     def __repr__(self):
         return f"OnnxGenerator({str(self.path)!r})"
+
+
+def generator_request(config: dict, inputs: Any, max_new_tokens: int | None) -> Request:
+    """The prompts or sources for a graph that generates, once they are checked; `config` is what it says of itself."""
+    return {"encoder-decoder": _sources, "decoder": _prompts}[config["kind"]](config, inputs, max_new_tokens)
+
+
+def generator_feeds(config: dict, request: Request) -> dict[str, np.ndarray]:
+    """The inputs of such a graph."""
+    given, settings = request.inputs, request.rules.settings
+    if config["kind"] == "decoder":
+        prompt, lengths = given["prompt"], given["lengths"]
+        mask = np.arange(prompt.shape[1]) < lengths[:, None]
+        given = {"input_ids": prompt.astype(np.int64), "attention_mask": mask.astype(np.int64)}
+    seed = settings.get("seed", np.zeros(1, np.int32)).view(np.uint32)
+    return given | {
+        "max_new_tokens": np.array(request.max_new_tokens, np.int64),
+        "temperature": np.array(settings.get("temperature", 0), np.float32),
+        "top_k": np.array(settings.get("top_k", 0), np.int64),
+        "top_p": np.array(settings.get("top_p", 1), np.float32),
+        "seed": np.array(seed[0], np.int64),
+    }
 
 
 class _Generator:
@@ -309,9 +315,6 @@ def _prompts(config, inputs, max_new_tokens):
     return prompt_request(
         inputs, max_new_tokens, config["vocabulary_size"], config["max_length"], rules, pad_id=config["pad_id"]
     )
-
-
-_requests = {"encoder-decoder": _sources, "decoder": _prompts}
 
 
 def encode(session, source_ids: np.ndarray) -> dict:

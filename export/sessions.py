@@ -24,13 +24,16 @@ def default_options(threads: int | None = None):
     return options
 
 
-def open_session(path: str | os.PathLike, options=None, providers: Sequence[str] | None = None):
+def open_session(
+    path: str | os.PathLike, options=None, providers: Sequence[str] | None = None, content: bytes | None = None
+):
     """An `onnxruntime.InferenceSession` for the file at `path`.
 
     Args:
         path: the `.onnx` file.
         options: `onnxruntime.SessionOptions`; default: `default_options()`.
         providers: execution providers, the first one preferred; default: the CPU.
+        content: what to read in place of the file, a changed graph; its weights may lie beside the file.
 
     Raises:
         NotAnExportError: there is no such file, or ONNX Runtime cannot read it.
@@ -56,8 +59,11 @@ def open_session(path: str | os.PathLike, options=None, providers: Sequence[str]
                 f"`providers` holds {provider!r}, which is not there: this installation has {', '.join(available)}."
                 f"{hint}"
             )
+    options = options or default_options()
+    if content is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     try:
-        session = onnxruntime.InferenceSession(str(path), options or default_options(), providers=providers)
+        session = onnxruntime.InferenceSession(content or str(path), options, providers=providers)
     except Exception as error:  # onnxruntime raises many types, none of them documented
         raise NotAnExportError(
             f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {str(error).strip()}"

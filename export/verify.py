@@ -162,8 +162,12 @@ class Check:
 
     def session(self, path: pathlib.Path):
         """An ONNX Runtime session for the file at `path`, on the CPU, at the production optimisation level."""
-        if path in self._sessions:
-            return self._sessions[path]
+        if path not in self._sessions:
+            self._sessions[path] = self.session_of(path)
+        return self._sessions[path]
+
+    def session_of(self, path: pathlib.Path, content: bytes | None = None):
+        """Such a session, opened anew, for `content` in place of the file, if it is given; see `open_session`."""
         options = self.session_options
         if options is None:
             options = runtime.default_options()
@@ -171,8 +175,7 @@ class Check:
             options.log_severity_level = 4
             # Between our short runs Keras has the cores.
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._sessions[path] = runtime.open_session(path, options, ["CPUExecutionProvider"])
-        return self._sessions[path]
+        return runtime.open_session(path, options, ["CPUExecutionProvider"], content)
 
     def runs(self, path, specs, axes, samples, num_heads) -> Iterator[tuple[dict, str, dict]]:
         """Sizes, case and inputs of every run, behind a progress bar where that is wanted."""

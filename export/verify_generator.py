@@ -1,21 +1,23 @@
-"""Compares the graph that generates by itself with its model: each of its tokens, by the logits of Keras there."""
+"""Compares the graph that generates by itself with its model: the logits of each token, and what is chosen by them."""
 
 from __future__ import annotations
 
 import pathlib
 
 import numpy as np
+import onnx
 
 from keras_transformer.export.directory import graph_config
+from keras_transformer.export.generator import LOGITS
 from keras_transformer.export.report import Comparison
-from keras_transformer.export.runtime import OnnxGenerator
+from keras_transformer.export.runtime import generator_feeds, generator_request
 from keras_transformer.export.verify import Check, FreeAxis, InputSpec
 from keras_transformer.export.verify_cached import keras_forward, logits_of_choices
 
 # Generated tokens in each row, at most.
 GENERATED = 12
-# By how much the score of a token may be below the best one: such tokens are a tie for two engines.
-TIE = 1e-3
+# By how much the score of a token may be below the best one: the last places of quotients and logarithms differ.
+TIE = 1e-4
 _ASKED = (
     {},
     {"temperature": 1.0, "seed": 2**32 - 5},
@@ -24,17 +26,19 @@ _ASKED = (
 
 
 def verify_generator(model, path: pathlib.Path, check: Check, samples=None) -> None:
-    """Lets the graph at `path` generate, and asks of each token whether Keras chooses it too, into `check.report`.
+    """Lets the graph at `path` generate and asks two things of each token, into `check.report`.
 
-    Keras sees the prompt and the tokens before, whole and uncached, and the same rules in NumPy choose by its logits.
-    The error of a token is by how much its score there is below the best one.
+    Its logits must be those that Keras has after the same tokens, which it sees whole and uncached; and it must be what
+    the rules in NumPy choose by the graph's own logits. The error of a token is by how much its score there is below
+    the best one. The graph gives no logits: a copy in memory does, and the file must give the ids of its copy.
     """
-    runner = OnnxGenerator(path)
-    runner._session = check.session(path / "model.onnx" if path.is_dir() else path)
-    config = graph_config(runner._session)
+    file = path / "model.onnx" if path.is_dir() else path
+    session = check.session(file)
+    config = graph_config(session)
     encoder_decoder = config["kind"] == "encoder-decoder"
     if hasattr(model, "encode") != encoder_decoder or not hasattr(model, "start_generation"):
         raise ValueError(f"{path} holds a model of kind {config['kind']!r}. Received: model={model!r}")
+    copy = check.session_of(file, _with_logits(file))
     name, axis = ("source", "source_length") if encoder_decoder else ("token_ids", "length")
     size = config["source_vocabulary_size" if encoder_decoder else "vocabulary_size"]
     limit = config["max_length"]
@@ -50,15 +54,33 @@ def verify_generator(model, path: pathlib.Path, check: Check, samples=None) -> N
         if limit is not None:
             length = min(length, limit if encoder_decoder else limit - max(map(len, prompts)))
         for asked in _ASKED:
-            request = runner.generation_request(prompts, length)
+            request = generator_request(config, prompts, length).asking(**asked)
+            feeds = generator_feeds(config, request)
             words = f"{case}, {', '.join(asked) or 'greedy'}"
             try:
-                ids = runner.generate(prompts, length, **asked)
+                ids, (copied, first, later) = session.run(["ids"], feeds)[0].astype(np.int32), copy.run(None, feeds)
             except Exception as error:  # onnxruntime raises many types, none of them documented
                 check.fail("ids", sizes, words, f"ONNX Runtime cannot run: {str(error).strip()[:300]}")
                 continue
-            logits = logits_of_choices(forward, request, ids)
-            check.report.comparisons.append(_compare(request.asking(**asked).rules, ids, logits, sizes, words, length))
+            if not np.array_equal(ids, copied):
+                check.fail("ids", sizes, words, "the file does not give the ids of its copy, whose logits are compared")
+                continue
+            logits = np.stack([first, *later[: ids.shape[1] - 1]], 1).astype(np.float32)
+            compared = _compare(request.rules, ids, logits, sizes, words, length)
+            check.report.comparisons.append(compared)
+            expected = logits_of_choices(forward, request, ids)
+            check.compare("logits", expected, logits.astype(expected.dtype), sizes, words, ~_ended(request.rules, ids))
+
+
+def _with_logits(file: pathlib.Path) -> bytes:
+    """The graph in `file`, which besides the ids gives the logits of the first step and those of the later ones."""
+    model = onnx.load(file, load_external_data=False)
+    first, later = LOGITS
+    (loop,) = (node for node in model.graph.node if node.op_type == "Loop")
+    loop.attribute[0].g.output.append(onnx.ValueInfoProto(name=later))
+    loop.output.append(f"{later}.all")
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in (first, loop.output[-1]))
+    return model.SerializeToString()
 
 
 def _rows(ids, config):
@@ -67,25 +89,34 @@ def _rows(ids, config):
     return [row[row != pad_id] for row in ids if (row != pad_id).any()]
 
 
+def _ends(rules, ids):
+    """(B, L): True where a row ends."""
+    return np.isin(ids, [] if rules.end_id is None else rules.end_id)
+
+
+def _ended(rules, ids):
+    """(B, L): True after a row's end."""
+    ends = _ends(rules, ids)
+    return np.cumsum(ends, axis=1) - ends > 0
+
+
 def _compare(rules, ids, logits, sizes, case, length) -> Comparison:
-    finished = np.zeros(len(ids), bool)
-    notes = rules.first_notes(len(ids))
+    """Compares `ids` (B, L) with what the rules choose by `logits` (B, L, V)."""
+    ended = _ended(rules, ids)
     worst = Comparison("ids", sizes, case, 0.0, 0.0, TIE)
     for position in range(ids.shape[1]):
-        scores = rules.scores(logits[:, position], position, notes)
-        chosen = ids[:, position]
-        for row in np.flatnonzero(finished & (chosen != rules.pad_id)):
+        scores = rules.scores(logits[:, position], position, {})
+        chosen, over = ids[:, position], ended[:, position]
+        for row in np.flatnonzero(over & (chosen != rules.pad_id)):
             return _wrong(sizes, case, f"row {row} goes on after its end, at token {position}")
         best, own = scores.max(-1), np.take_along_axis(scores, chosen[:, None], 1)[:, 0]
-        error = np.where(finished, 0, best - own)
+        error = np.where(over, 0, best - own)
         row = int(error.argmax())
         if error[row] > worst.max_error:
             worst = Comparison(
                 "ids", sizes, case, float(error[row]), 0.0, TIE, (row, position), float(best[row]), float(own[row])
             )
-        ended, notes = rules.noted(chosen, position, notes)
-        finished = finished | ended
-    if ids.shape[1] < length and not finished.all():
+    if ids.shape[1] < length and not _ends(rules, ids).any(1).all():
         return _wrong(sizes, case, f"it ends after {ids.shape[1]} of {length} tokens with rows that have not ended")
     return worst
 

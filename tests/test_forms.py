@@ -193,8 +193,6 @@ def test_a_form_that_is_too_far_off_is_noticed(directories, tied, tmp_path):
 def test_bad_input(tied, tmp_path):
     with pytest.raises(ExportError, match="`form` must be one of .*Received: form='int2'"):
         export_onnx(tied, tmp_path / "x", form="int2")
-    with pytest.raises(ExportError, match="`form` must be 'fp32' for target='generator'. Received: form='int8'"):
-        export_onnx(tied, tmp_path / "x", form="int8", target="generator")
     half = CausalLM(131, **ARGUMENTS, dtype="mixed_float16")
     with pytest.raises(ExportError, match="computes in float16. Received: form='int8'"):
         export_onnx(half, tmp_path / "x", form="int8")
