@@ -33,8 +33,8 @@ def check_arguments(model, family, logits, target, **described: Any) -> None:
         raise ExportError(f"`output_names` must be a list of names. Received: output_names={names!r}")
 
 
-def check_form(form: str, model, target: str) -> None:
-    """Refuses an unknown form, and one that `model` or `target` has not."""
+def check_form(form: str, model) -> None:
+    """Refuses an unknown form, and one that `model` has not."""
     if form not in FORMS:
         raise ExportError(f"`form` must be one of {FORMS}. Received: form={form!r}")
     if form == "fp32":

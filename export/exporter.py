@@ -116,7 +116,7 @@ def export_onnx(
         raise ExportError(f"`logits` must be 'all' or 'last'. Received: logits={logits!r}")
     if target not in TARGETS:
         raise ExportError(f"`target` must be one of {TARGETS}. Received: target={target!r}")
-    check_form(form, model, target)
+    check_form(form, model)
     check_cache(cache, model, target)
     family = _family(model, path, target)
     takes_text = family is not None or bool(_text_task(model, None))
