@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _model_and_directory(export, "directory to write; FILE.onnx writes a single graph alone")
     export.add_argument(
-        "--opset", type=int, default=23, help="version of the ONNX operators, from 17 (default: %(default)s)"
+        "--opset", type=int, help="version of the ONNX operators, from 17 (default: 23; 18 with --converter tf2onnx)"
     )
     export.add_argument(
         "--min-length", type=int, metavar="N", help="smallest size of every free axis but the batch (default: 1)"
@@ -119,6 +119,12 @@ def parser() -> argparse.ArgumentParser:
         "--cache",
         choices=("int8",),
         help="with --target onnxruntime: hold keys and values as int8 (default: as the model computes)",
+    )
+    export.add_argument(
+        "--converter",
+        choices=("trace", "tf2onnx"),
+        default="trace",
+        help="tf2onnx: of TensorFlow's graph, for what cannot be traced; without a cache (default: %(default)s)",
     )
     export.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to put beside the graphs, for `translate`")
     export.add_argument("--force", action="store_true", help="write into DIR although it holds other files")
@@ -196,11 +202,12 @@ def parser() -> argparse.ArgumentParser:
     info = command(
         _info,
         "info",
-        "say what an exported directory holds",
-        "Prints kind, sizes, versions, files, inputs and outputs of an exported model, and how it was verified.\n"
-        "Checks that every file is whole. Needs no Keras.",
+        "say what an exported directory or file holds",
+        "Prints kind, form, sizes, versions, files, operators, inputs and outputs of an exported model, and how it\n"
+        "was verified. Checks that every file is whole. Needs no Keras.",
     )
-    info.add_argument("directory", metavar="DIR", help="exported directory")
+    info.add_argument("path", metavar="DIR", help="exported directory or .onnx file")
+    info.add_argument("--nodes", action="store_true", help="list every node, its operation in Keras and its rule")
     return top
 
 
@@ -310,6 +317,7 @@ def _export(options):
             form=form,
             target=options.target,
             logits=options.logits,
+            converter=options.converter,
             cache=options.cache,
             tokenizer=tokenizer,
             force=options.force,
@@ -409,37 +417,48 @@ def _bench(options):
 def _info(options):
     from keras_transformer.export import runtime
 
-    directory = pathlib.Path(options.directory)
-    config = runtime.read_config(directory)
-    files, versions = config.pop("files"), config.pop("versions", {})
+    path = pathlib.Path(options.path)
+    if path.is_file():
+        config, files = runtime.graph_config(runtime.open_session(path)), {path.name: {"size": path.stat().st_size}}
+        folder, report = path.parent, None
+    else:
+        config, folder, report = runtime.read_config(path), path, path / "verification.json"
+        files = config.pop("files")
+    versions = config.pop("versions", {})
     for key, value in config.items():
         if key not in ("format", "format_version"):
             print(f"{key:24} {value}")
-    print(f"{'made with':24} {', '.join(f'{name} {version}' for name, version in versions.items())}")
-    print(f"{'verified':24} {_verified(directory / 'verification.json')}")
+    if report is not None:
+        print(f"{'made with':24} {', '.join(f'{name} {version}' for name, version in versions.items())}")
+        print(f"{'verified':24} {_verified(report)}")
     for name, entry in files.items():
         print(f"\n{name} ({entry['size']:,} bytes)")
         if name.endswith(".onnx"):
-            print(f"  {_operators(directory / name)}")
-            session = runtime.open_session(directory / name)
-            for word, nodes in (("in", session.get_inputs()), ("out", session.get_outputs())):
-                for node in nodes:
-                    print(f"  {word:4} {node.name:28} {node.type[7:-1]:8} ({', '.join(map(str, node.shape))})")
+            _print_graph(folder / name, options.nodes)
 
 
-def _operators(path):
-    """How often each operator occurs, those in subgraphs included."""
+def _print_graph(path, every_node):
+    """Operators, inputs and outputs of a graph, and its nodes where that is asked for."""
+    from keras_transformer.export import runtime
+    from keras_transformer.export.origins import list_origins
+
+    session = runtime.open_session(path)
     try:
-        import onnx
+        nodes = list_origins(path)
     except ImportError:
-        return "operators: unknown without the package onnx"
-    counts = collections.Counter()
-    graphs = [onnx.load(path, load_external_data=False).graph]
-    while graphs:
-        for node in graphs.pop().node:
-            counts[node.op_type] += 1
-            graphs += [attribute.g for attribute in node.attribute if attribute.type == onnx.AttributeProto.GRAPH]
-    return f"{counts.total()} nodes: " + ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        if every_node:
+            raise
+        print("  operators: unknown without the package onnx")
+    else:
+        counts = collections.Counter(node.operator for node in nodes)
+        print(f"  {len(nodes)} nodes: " + ", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
+    for word, entries in (("in", session.get_inputs()), ("out", session.get_outputs())):
+        for entry in entries:
+            print(f"  {word:4} {entry.name:28} {entry.type[7:-1]:8} ({', '.join(map(str, entry.shape))})")
+    if every_node:
+        widths = [max(map(len, column)) for column in zip(*nodes, strict=True)]
+        for node in nodes:
+            print("  " + "  ".join(map(str.ljust, node, widths)).rstrip())
 
 
 def _verified(path):

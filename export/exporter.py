@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import onnx_ir
 
 from keras_transformer.export.arguments import (
     check_arguments,
@@ -19,21 +21,33 @@ from keras_transformer.export.arguments import (
 )
 from keras_transformer.export.cached import TARGETS
 from keras_transformer.export.dims import Axis
-from keras_transformer.export.errors import ExportError, NotAnExportError, VerificationError
+from keras_transformer.export.errors import (
+    ExportError,
+    NotAnExportError,
+    TraceError,
+    UnsupportedOperationError,
+    VerificationError,
+)
 from keras_transformer.export.forms import convert
 from keras_transformer.export.genai import write_genai_files
 from keras_transformer.export.generalise import generalise, trace_sizes
 from keras_transformer.export.generator import trace_generator
-from keras_transformer.export.int8_cache import measure_cache, quantize_cache
 from keras_transformer.export.installing import check_target, install_directory, install_file, staging
+from keras_transformer.export.int8_cache import measure_cache, quantize_cache
 from keras_transformer.export.ir import Graph, Weight
 from keras_transformer.export.lowering import find_rule, lower
 from keras_transformer.export.opsets import OPSETS, lower_opset
+from keras_transformer.export.origins import note_rule
 from keras_transformer.export.report import Report
 from keras_transformer.export.signature import call_by_name, free_axes, model_inputs
+from keras_transformer.export.tf2onnx_route import OPSETS as TF2ONNX_OPSETS
+from keras_transformer.export.tf2onnx_route import convert_with_tf2onnx
 from keras_transformer.export.trace import InputSpec, record
 from keras_transformer.export.verify import check_padded_rows, check_tolerance, verify_onnx
 from keras_transformer.export.writing import share_weights, write, write_config
+
+# The opsets of each converter.
+_OPSETS = {"trace": OPSETS, "tf2onnx": TF2ONNX_OPSETS}
 
 
 def export_onnx(
@@ -45,7 +59,7 @@ def export_onnx(
     min_length: int | None = None,
     max_length: int | None = None,
     output_names: Sequence[str] | None = None,
-    opset: int = 23,
+    opset: int | None = None,
     samples: Mapping[str, Any] | Callable[[dict[str, int]], Mapping[str, Any]] | None = None,
     padded_rows: str = "exact",
     tolerance: tuple[float, float] = (1e-5, 1e-5),
@@ -54,6 +68,7 @@ def export_onnx(
     logits: str = "all",
     cache: str | None = None,
     tokenizer: Any = None,
+    converter: str = "trace",
     verify: bool = True,
     force: bool = False,
     verbose: bool = True,
@@ -77,8 +92,9 @@ def export_onnx(
             if any has one, else no limit.
         output_names: names of the graph's outputs, in the order of the model's. These three are not for graphs with a
             cache, which have names and axes of their own.
-        opset: version of the standard ONNX operators, 17 to 23. Below 23 attention, rotations and RMS norms are written
-            in single steps, for runtimes that lack these operators, which makes the graph several times as large.
+        opset: version of the standard ONNX operators, 17 to 23 (default). Below 23 attention, rotations and RMS norms
+            are written in single steps, for runtimes that lack these operators, which makes the graph several times as
+            large.
         samples: inputs to verify with, as for `verify_onnx`; made up if None.
         padded_rows: as for `verify_onnx`.
         tolerance: as for `verify_onnx`.
@@ -95,6 +111,8 @@ def export_onnx(
             that are measured on the inputs of verification; see `export.int8_cache`. None: as the model computes.
         tokenizer: a `keras_transformer.text.Tokenizer`, or one of the package `tokenizers`, to put beside the graphs,
             so that a runner takes and gives text. For models that generate, sentence encoders and classifiers.
+        converter: `"trace"`, or `"tf2onnx"`: TensorFlow's graph of the whole model, by the package tf2onnx in opset 18
+            or 17, for what the tracer refuses, such as recurrent layers. Without a cache, larger and slower.
         verify: False leaves verification to you; the files are then not known to be right.
         force: write into a directory that holds other files, which stay; or replace a file.
         verbose: print the verification's table.
@@ -110,15 +128,20 @@ def export_onnx(
         FileExistsError: `path` holds something else and `force` is False.
     """
     path = pathlib.Path(path)
-    if opset not in OPSETS:
-        raise ExportError(f"`opset` must be from {OPSETS[0]} to {OPSETS[-1]}. Received: opset={opset}")
+    if converter not in _OPSETS:
+        raise ExportError(f"`converter` must be one of {tuple(_OPSETS)}. Received: converter={converter!r}")
+    opsets = _OPSETS[converter]
+    opset = opsets[-1] if opset is None else opset
+    if opset not in opsets:
+        by = "" if converter == "trace" else f" with converter={converter!r}"
+        raise ExportError(f"`opset` must be from {opsets[0]} to {opsets[-1]}{by}. Received: opset={opset}")
     if logits not in ("all", "last"):
         raise ExportError(f"`logits` must be 'all' or 'last'. Received: logits={logits!r}")
     if target not in TARGETS:
         raise ExportError(f"`target` must be one of {TARGETS}. Received: target={target!r}")
     check_form(form, model)
     check_cache(cache, model, target)
-    family = _family(model, path, target)
+    family = _family(model, path, target) if converter == "trace" else None
     takes_text = family is not None or bool(_text_task(model, None))
     check_arguments(
         model,
@@ -152,10 +175,11 @@ def export_onnx(
             config["cache"] = cache
         weights: dict[str, Weight] = {}
         if family is None:
-            graphs = _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names)
+            make = _traced if converter == "trace" else functools.partial(convert_with_tf2onnx, opset=opset)
+            graphs = _plain_graph(model, make, input_signature, dynamic_axes, min_length, max_length, output_names)
         else:
             graphs = _cached_graphs(model, family, min_length, max_length, logits, target)
-        made = [(name, graph, lower_opset(convert(lowered, form), opset)) for name, graph, lowered in graphs]
+        made = [(name, graph, _rewritten(lowered, form, opset, converter)) for name, graph, lowered in graphs]
         share_weights([model for _, _, model in made], folder)
         for name, graph, lowered in made:
             weights |= {weight.name: weight for weight in graph.weights}
@@ -199,13 +223,23 @@ def export_onnx(
     return report
 
 
-def _plain_graph(model, input_signature, dynamic_axes, min_length, max_length, output_names):
-    """Name, traced graph and ONNX model of a model without a cache."""
+def _plain_graph(model, make, input_signature, dynamic_axes, min_length, max_length, output_names):
+    """Name, traced graph and ONNX model of a model without a cache; the latter two by `make`."""
     inputs = model_inputs(model, input_signature)
     call = call_by_name(model, [entry.name for entry in inputs])
     specs, axes = free_axes(inputs, call, dynamic_axes, min_length, max_length)
-    graph = trace(call, specs, axes, model, _output_names(model) if output_names is None else output_names)
-    yield "model", graph, lower(graph)
+    output_names = _output_names(model) if output_names is None else output_names
+    yield "model", *make(model, call, specs, axes, output_names)
+
+
+def _traced(model, call, specs, axes, output_names):
+    try:
+        graph = trace(call, specs, axes, model, output_names)
+        return graph, lower(graph)
+    except (TraceError, UnsupportedOperationError) as error:
+        if keras.backend.backend() == "tensorflow":
+            error.args = (f"{error}\nOr try TensorFlow's own graph of the model: converter='tf2onnx'.",)
+        raise
 
 
 def _cached_graphs(model, family, min_length, max_length, logits, target):
@@ -221,6 +255,15 @@ def _cached_graphs(model, family, min_length, max_length, logits, target):
     for name, part in family.graphs(model, min_length, max_length, logits, target).items():
         graph = traced(*part)
         yield name, graph, lower(graph)
+
+
+def _rewritten(model: onnx_ir.Model, form: str, opset: int, converter: str) -> onnx_ir.Model:
+    # What joins the generator's parts, and all of tf2onnx; what was traced has its rules.
+    note_rule(model, trace_generator if converter == "trace" else convert_with_tf2onnx)
+    for rewrite, wanted in ((convert, form), (lower_opset, opset)):
+        model = rewrite(model, wanted)
+        note_rule(model, rewrite)
+    return model
 
 
 def trace(

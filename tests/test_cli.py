@@ -187,6 +187,15 @@ def test_info_needs_no_keras(saved):
         assert part in output
 
 
+def test_info_lists_the_nodes_of_a_file(saved, capsys):
+    assert cli.main(["info", str(saved / "exported" / "decoder.onnx"), "--nodes"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["in", "position_ids", "int64", "(batch,", "length)"] in rows
+    assert any(row[1:3] == ["LayerNormalization", "LayerNorm"] and row[3].endswith("nn._layer_norm") for row in rows)
+    result = run_without_keras("info", saved / "exported", "--nodes")
+    assert result.returncode == 2 and b"onnx" in result.stderr
+
+
 def test_bench_needs_no_keras(saved):
     numbers = ["--batch", 2, "--length", 7, "--new-tokens", 3, "--rounds", 2, "--threads", 1]
     result = run_without_keras("bench", saved / "exported", saved / "exported", *numbers)
