@@ -16,7 +16,7 @@ from keras_transformer.export.texts import in_batches
 
 
 class OnnxEncoder:
-    """An exported `SentenceEncoder` or `SequenceClassifier`.
+    """An exported `SentenceEncoder` or `SequenceClassifier`. Threads may share it: no call changes it.
 
     Args:
         directory: what `export_onnx` wrote.

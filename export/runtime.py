@@ -83,7 +83,7 @@ class _OnnxModel(GenerationMixin):
 
 
 class OnnxTransformer(_OnnxModel):
-    """An exported encoder–decoder model.
+    """An exported encoder–decoder model. Threads may share it: each call has a state of its own.
 
     Args:
         directory: what `export_onnx` wrote.
@@ -132,7 +132,7 @@ class OnnxTransformer(_OnnxModel):
 
 
 class OnnxCausalLM(_OnnxModel):
-    """An exported decoder-only model.
+    """An exported decoder-only model. Threads may share it: each call has a state of its own.
 
     Args:
         directory: what `export_onnx` wrote.
@@ -196,7 +196,11 @@ class OnnxCausalLM(_OnnxModel):
     def _load_tokenizer(self, path):
         import tokenizers
 
-        return tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        # As published files may have it: prompts are padded here, and one that is too long is refused, not cut.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
 
 
 class OnnxGenerator:

@@ -6,13 +6,16 @@ import keras
 import numpy as np
 import onnx
 import pytest
+import tokenizers
 
-from keras_transformer.export import export_onnx, verify_onnx
+from keras_transformer.export import OnnxGenerator, export_onnx, verify_onnx
+from keras_transformer.export.decoding import empty_cache
 from keras_transformer.export.errors import ExportError, NotAnExportError, VerificationError
 from keras_transformer.export.runtime import OnnxCausalLM, OnnxTransformer
 from keras_transformer.models import CausalLM, Transformer
 from keras_transformer.text import Tokenizer
 from tests.checks import roughen
+from tests.test_runtime import in_threads
 
 TEXTS = ["one two three", "two three", "three one one two", "two"] * 3
 TOKENIZER = Tokenizer.train(TEXTS, vocabulary_size=263)
@@ -139,6 +142,79 @@ def test_text_in_and_out(models, exported):
         runner.complete(["é" * 15], 3)
 
 
+@pytest.mark.once
+def test_a_tokenizer_that_pads_and_cuts(models, exported, tmp_path):
+    """As published files may: prompts are padded by batches, and none is cut."""
+    padding = tokenizers.Tokenizer.from_str(TOKENIZER._tokenizer.to_str())
+    padding.enable_padding(length=11)
+    padding.enable_truncation(4)
+    export_onnx(models["gpt2"], tmp_path / "model", tokenizer=padding, verify=False)
+    texts = ["one two", "three", "two one three two three one"]
+    expected = OnnxCausalLM(exported("gpt2", "portable")).complete(texts, 5)
+    assert OnnxCausalLM(tmp_path / "model").complete(texts, 5) == expected
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.once
+def test_threads_share_a_runner(exported, target):
+    runner = OnnxCausalLM(exported("llama", target))
+    requests = [
+        (PROMPTS, {}),
+        ([[12, 200]], {"temperature": 1.0, "seed": 3}),
+        ([[4, 3], [7, 7, 7]], {"num_beams": 3}),
+        ([[8, 200, 100, 50, 60], [9], [10, 11]], {"repetition_penalty": 1.5, "min_p": 0.1}),
+    ]
+    calls = [lambda rows=rows, options=options: runner.generate(rows, 13, **options) for rows, options in requests]
+    calls += [lambda: np.stack(list(runner.stream([[5, 6], [7]], 9)), 1)]
+    for expected, ids in zip(*in_threads(calls), strict=True):
+        np.testing.assert_array_equal(ids, expected)
+    texts = ["one two three", "two", "three one one", "one two two one three two", "two three"]
+    calls = [lambda chosen=texts[i:]: runner.complete(chosen, 9, batch_size=1 + len(chosen) % 3) for i in range(5)]
+    expected, results = in_threads(calls)
+    assert results == expected
+
+
+@pytest.mark.once
+def test_threads_share_a_generator(models, tmp_path):
+    export_onnx(models["gpt2"], tmp_path / "model.onnx", target="generator", verify=False)
+    runner = OnnxGenerator(tmp_path / "model.onnx")
+    requests = [
+        (PROMPTS, {}),
+        ([[12, 200]], {"temperature": 1.0, "seed": 3}),
+        ([[4, 3], [7, 7, 7]], {"temperature": 0.8, "top_k": 9, "seed": 5}),
+        ([[8, 200, 100, 50, 60], [9], [10, 11]], {}),
+    ]
+    calls = [lambda rows=rows, options=options: runner.generate(rows, 13, **options) for rows, options in requests]
+    for expected, ids in zip(*in_threads(calls), strict=True):
+        np.testing.assert_array_equal(ids, expected)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.once
+def test_rows_of_a_cache_are_taken(exported, target):
+    """Any rows, again and again; the same ones in the same order are not copied."""
+    runner = OnnxCausalLM(exported("gpt2", target))
+    prompts, lengths = np.array([[5, 6, 7], [11, 8, 0], [13, 5, 4]]), np.array([3, 2, 3])
+    rows = np.arange(3)
+    decoding = empty_cache(runner._sessions["decoder"], target, 3, 27)
+    decoding.prefill(prompts, lengths)
+    decoding.step(prompts[rows, lengths - 1][:, None])
+    tokens = [np.array([7, 9, 12])]
+    for index in ([0, 0, 1, 2], [0, 1, 2, 3], [3, 1, 0, 2], [1, 1, 1, 3], [2, 0]):
+        kept = list(decoding._past.values())
+        assert decoding.take(np.array(index)) is decoding
+        assert all(a is b for a, b in zip(kept, decoding._past.values(), strict=True)) == (index == [0, 1, 2, 3])
+        rows, tokens = rows[index], [token[index] for token in tokens]
+        logits = decoding.step(tokens[-1][:, None])
+        whole = [[*prompts[row, : lengths[row]], *(token[i] for token in tokens)] for i, row in enumerate(rows)]
+        for row, ids in zip(logits, whole, strict=True):
+            alone = empty_cache(runner._sessions["decoder"], target, 1, 27)
+            expected = alone.extend(np.array([ids]))[0, -1]
+            # Float32 sums in another order, of logits of a few units.
+            np.testing.assert_allclose(row, expected, atol=2e-5)
+        tokens.append(np.arange(20, 20 + len(index)))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.once
 def test_genai_serves_the_directory(models, exported, target):
@@ -168,6 +244,8 @@ def test_encoder_decoder_in_both_forms(tmp_path, target):
     for options in ({}, {"temperature": 1.0, "seed": 3}, {"num_beams": 3}):
         expected = model.generate(PROMPTS, 13, **options)
         np.testing.assert_array_equal(runner.generate(PROMPTS, 13, **options), expected)
+    streamed = np.stack(list(runner.stream(PROMPTS, 13)), 1)
+    np.testing.assert_array_equal(streamed, runner.generate(PROMPTS, 13))
 
 
 @pytest.mark.once

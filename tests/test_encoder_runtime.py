@@ -8,6 +8,7 @@ from keras_transformer.export import OnnxEncoder, export_onnx
 from keras_transformer.export.errors import ExportError, NotAnExportError
 from keras_transformer.models import CausalLM, Encoder, SentenceEncoder, SequenceClassifier
 from tests.checks import numpy
+from tests.test_runtime import in_threads
 
 TEXTS = ["one two three four five", "two", "three one", "five four three two one two three"]
 WORDS = ["[PAD]", "[CLS]", "one", "two", "three", "four", "five"]
@@ -57,6 +58,16 @@ def test_probabilities_are_those_of_keras(exported):
     logits = numpy(model(ids()))
     expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     np.testing.assert_allclose(OnnxEncoder(directory).classify(TEXTS), expected, atol=1e-6)
+
+
+@pytest.mark.once
+def test_threads_share_a_runner(exported):
+    for task in ("embed", "classify"):
+        run = getattr(OnnxEncoder(exported[task][1], threads=1), task)
+        calls = [lambda chosen=TEXTS[i:], run=run: run(chosen, batch_size=len(chosen) % 3 + 1) for i in range(4)]
+        calls += [lambda run=run: run(["one", "two three"]), lambda run=run: run(TEXTS[::-1])]
+        for expected, result in zip(*in_threads(calls), strict=True):
+            np.testing.assert_array_equal(result, expected)
 
 
 def test_bad_input(exported, tmp_path):

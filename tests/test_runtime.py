@@ -1,3 +1,4 @@
+import concurrent.futures
 import importlib.metadata
 import json
 import shutil
@@ -85,6 +86,42 @@ def test_draws_and_searches_what_keras_does(exported, runner, options):
         np.testing.assert_array_equal(runner.generate(SOURCE, 11, on_tokens=told.append, **options), ids)
         np.testing.assert_array_equal(np.stack(told, axis=1), ids)
         np.testing.assert_array_equal(np.stack(list(runner.stream(SOURCE, 11, **options)), axis=1), ids)
+
+
+def in_threads(calls, times=3):
+    """What each of `calls` gives, one at a time, and what all give `times` times over in eight threads."""
+    alone = [call() for call in calls]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda call: call(), calls * times))
+    return alone * times, together
+
+
+def test_threads_share_a_runner(runner):
+    requests = [
+        ([[5, 6, 7, 8, 9], [11]], {}),
+        ([[12]], {"temperature": 1.0, "seed": 3}),
+        ([[4, 3], [7, 7, 7], [5, 6, 9, 10, 11, 12, 13]], {"num_beams": 3}),
+        ([[8, 200, 100], [9, 4]], {"repetition_penalty": 1.5, "stop_sequences": [[17]]}),
+    ]
+    calls = [lambda rows=rows, options=options: runner.generate(rows, 11, **options) for rows, options in requests]
+    calls += [lambda: np.stack(list(runner.stream([[5, 6], [7]], 9)), 1)]
+    for expected, ids in zip(*in_threads(calls), strict=True):
+        np.testing.assert_array_equal(ids, expected)
+    texts = ["one two three", "two", "", "three one one", "one two two one three two", "two three"]
+    calls = [lambda chosen=texts[i:]: runner.translate(chosen, 9, batch_size=1 + len(chosen) % 3) for i in range(6)]
+    expected, results = in_threads(calls)
+    assert results == expected
+
+
+def test_streams_take_turns(runner):
+    sources = [SOURCE, [[8, 8, 8], [5]], [[7]]]
+    streams = [runner.stream(source, 9) for source in sources]
+    columns = [[] for _ in streams]
+    for _ in range(9):
+        for column, stream in zip(columns, streams, strict=True):
+            column += [tokens] if (tokens := next(stream, None)) is not None else []
+    for source, column in zip(sources, columns, strict=True):
+        np.testing.assert_array_equal(np.stack(column, 1), runner.generate(source, 9))
 
 
 def test_default_length_and_limit(runner):
