@@ -39,6 +39,7 @@ from keras_transformer.export.lowering import find_rule, lower
 from keras_transformer.export.opsets import OPSETS, lower_opset
 from keras_transformer.export.origins import note_rule
 from keras_transformer.export.report import Report
+from keras_transformer.export.sessions import import_onnxruntime
 from keras_transformer.export.signature import call_by_name, free_axes, model_inputs
 from keras_transformer.export.tf2onnx_route import OPSETS as TF2ONNX_OPSETS
 from keras_transformer.export.tf2onnx_route import convert_with_tf2onnx
@@ -126,6 +127,7 @@ def export_onnx(
         UnsupportedOperationError: an operation has no rule; the message says how to add one.
         VerificationError: ONNX Runtime's results differ from Keras'. Nothing is written.
         FileExistsError: `path` holds something else and `force` is False.
+        ImportError: ONNX Runtime is not installed, which verification needs, or two of its wheels are.
     """
     path = pathlib.Path(path)
     if converter not in _OPSETS:
@@ -155,6 +157,8 @@ def export_onnx(
     check_sizes(min_length=min_length, max_length=max_length)
     check_tolerance(tolerance)
     check_padded_rows(padded_rows)
+    if verify or cache is not None:
+        import_onnxruntime()
     check_tokenizer(tokenizer, model, takes_text)
     if path.suffix == ".onnx" and (tokenizer is not None or family is not None and target != "generator"):
         what = type(model).__name__ if tokenizer is None else "A graph with a tokenizer"

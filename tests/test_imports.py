@@ -166,6 +166,31 @@ except ImportError as error:
     assert "pip install keras-transformer-onnx[text]" in run(code, block=["tokenizers"])
 
 
+@pytest.mark.once
+def test_what_verification_lacks_is_said_before_any_work(tmp_path):
+    code = f"""
+import keras
+from keras_transformer.export import export_onnx, sessions
+sessions._is_installed = lambda distribution: False
+class Watched(keras.layers.Layer):
+    def call(self, x):
+        print("at work")
+        return x * 2.0
+x = keras.Input((3,))
+model = keras.Model(x, Watched()(x))
+print("exporting")
+try:
+    export_onnx(model, {str(tmp_path / "m.onnx")!r})
+except ImportError as error:
+    print(error)
+export_onnx(model, {str(tmp_path / "m.onnx")!r}, verify=False)
+"""
+    _, _, exported = run(code, block=["onnxruntime"]).partition("exporting")
+    said, _, _ = exported.partition("at work")
+    assert "This needs ONNX Runtime: pip install 'keras-transformer-onnx[onnx]'" in said
+    assert (tmp_path / "m.onnx").is_file()
+
+
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(
     "module",
