@@ -23,7 +23,8 @@ class Decoding:
     def __init__(self, session, batch: int, encoded: dict | None = None):
         self._session = session
         self._encoded = dict(encoded or {})
-        self._sources = np.arange(batch)  # which of the encoder's rows each row is decoded for
+        # Which of the first rows each row comes from, and the slots in which those that come from the same one agree.
+        self._sources, self._common = np.arange(batch), np.inf
         self._real = np.zeros((batch, 0), bool)
         self._past = {
             node.name: ort_value(np.zeros(self._cache_shape(batch, node.shape), _dtype(node.type)))
@@ -66,16 +67,26 @@ class Decoding:
         """The same object, its rows those that `index` names; what would not change is not copied."""
         if np.array_equal(index, np.arange(len(self._sources))):
             return self
-        # Beams change places with those of the same source.
         before, self._sources = self._sources, self._sources[index]
-        if not np.array_equal(before, self._sources):
-            self._encoded = {name: ort_value(value.numpy()[index]) for name, value in self._encoded.items()}
-        self._take_cache(index)
+        least, filled = self._take_lengths(index)
+        if np.array_equal(before, self._sources):
+            # Beams that change places differ in what was made since they parted, and not in what the encoder gave.
+            parted = slice(self._common, filled)
+            for name, value in self._past.items():
+                array = value.numpy()
+                array[:, :, parted] = array[index, :, parted]
+                if array.ctypes.data != value.data_ptr():  # a copy, which is up to ONNX Runtime
+                    self._past[name] = ort_value(array)
+            return self
+        self._common = min(self._common, least)
+        for tensors in (self._encoded, self._past):
+            tensors.update({name: ort_value(value.numpy()[index]) for name, value in tensors.items()})
         return self
 
-    def _take_cache(self, index):
+    def _take_lengths(self, index):
+        """Takes what is known of the rows, and says how many slots each has filled at least and at most."""
         self._real = self._real[index]
-        self._past = {name: ort_value(value.numpy()[index]) for name, value in self._past.items()}
+        return (self._real.shape[1],) * 2
 
     @property
     def cache(self) -> dict[str, np.ndarray]:
@@ -108,7 +119,6 @@ class BufferDecoding(Decoding):
         self._slots = slots
         super().__init__(session, batch, encoded)
         self._lengths = np.zeros(batch, np.int64)
-        self._spare = None
 
     def extend(self, input_ids: np.ndarray, real: np.ndarray | None = None) -> np.ndarray:
         """As `Decoding.extend`; several tokens at once only into an empty cache, and padding after a row's last one."""
@@ -123,18 +133,9 @@ class BufferDecoding(Decoding):
             self.extend(prompts, np.arange(prompts.shape[1]) < lengths[:, None])
             self._lengths -= 1
 
-    def _take_cache(self, index):
+    def _take_lengths(self, index):
         self._lengths = self._lengths[index]
-        filled = self._lengths.max()
-        for name, value in self._past.items():
-            # Into the memory that the one before had.
-            old, spare = value.numpy(), self._spare
-            if spare is None or spare.shape()[0] != len(index):
-                spare = ort_value(np.zeros((len(index), *old.shape[1:]), old.dtype))
-            new = spare.numpy()
-            for row, source in enumerate(index):
-                new[row, :, :filled] = old[source, :, :filled]
-            self._past[name], self._spare = spare, value
+        return self._lengths.min(), self._lengths.max()
 
     def _cache_shape(self, batch, shape):
         return batch, shape[1], self._slots, shape[3]
