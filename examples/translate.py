@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     model = make_model(tokenizer.vocabulary_size, options)
     print(f"{model.count_params():,} parameters; {len(train)} batches an epoch of shapes {train.shapes}", flush=True)
     train_model(model, train, validation, options)
+    write(output / "model.keras", model.save)
 
     from keras_transformer.export import OnnxTransformer, export_onnx
 

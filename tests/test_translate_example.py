@@ -5,6 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import keras
 import pytest
 
 # Its parts are tested on each backend.
@@ -57,6 +58,7 @@ def test_trains_resumes_exports_and_scores(translate, arguments, tmp_path, capsy
     assert len(history) == 2 and history[:1] == first
     assert history[1]["val_loss"] < first[0]["val_loss"]
     assert not list(run.glob("partial-*"))
+    assert keras.saving.load_model(run / "model.keras").count_params() > 0
     assert {path.name for path in (run / "onnx").iterdir()} >= {"encoder.onnx", "decoder.onnx", "tokenizer.json"}
     scores = json.loads((run / "scores.json").read_text())
     assert scores["sentences"] == 25 and scores["bleu"]["Keras"] == pytest.approx(scores["bleu"]["ONNX Runtime"])
