@@ -1,9 +1,10 @@
 """One graph that generates: prompts in, finished ids out; the loop over tokens is inside of it, an ONNX `Loop`.
 
-What a step does is `CachedDecoder`, traced like any other function: the first step, which reads the whole prompt,
-stands before the loop, and every later one is its body. How it chooses is the generation's own `Rules`, traced for a
-drawn token and for the best one: the branches of an `If`. Tokens are drawn by the counter-based generator of
-`generation.noise`, so that a seed gives what it gives in Keras.
+Three functions are traced and joined. The first makes of the prompts what the first step is given. The second is the
+step, the graph of `CachedDecoder`: it takes the whole prompt the first time and one token each time after, so that the
+decoder stands in the graph once. The third is the choice of the next token by the generation's own `Rules`, traced for
+a drawn token and for the best one, which are the branches of an `If`. Tokens are drawn by the counter-based generator
+of `generation.noise`, so that a seed gives what it gives in Keras.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import onnx_ir
 from keras import ops
 
 from keras_transformer.export import ir
-from keras_transformer.export.cached import CachedDecoder, cache_names, heads_first
-from keras_transformer.export.dims import Axis, add
+from keras_transformer.export.cached import CachedDecoder
+from keras_transformer.export.dims import Axis
+from keras_transformer.export.input_values import describe_input
 from keras_transformer.export.trace import InputSpec
 from keras_transformer.generation.rules import Rules
 
 # The arguments of `generate` that the graph has as inputs, each a number.
 SETTINGS = {"temperature": "float32", "top_k": "int64", "top_p": "float32", "seed": "int64"}
-# What an `If` gives of the chosen tokens.
-_CHOSEN = ("next.going", "next.tokens", "next.finished")
-# The names of the logits in the graph and in the loop's body, by which verification finds them.
-LOGITS = ("next.logits", "step/next.logits")
+# The name of a step's logits (B, V), by which verification finds them.
+LOGITS = "step/next.logits"
+# What is chosen: whether a row goes on, the next step's ids (B, 1), and which rows have ended (B,).
+_CHOSEN = ["next.going", "next.input_ids", "next.finished"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,76 +64,64 @@ def trace_generator(parts: GeneratorParts, trace: Callable, lower: Callable) -> 
         lower: `ir.Graph -> onnx_ir.Model`.
     """
     settings = [InputSpec(name, (), dtype) for name, dtype in SETTINGS.items()]
-    specs = [*parts.inputs, InputSpec("max_new_tokens", (), "int64"), *settings]
-    caches = cache_names("past_key_values", parts.decoder.num_layers)
-    extra = [spec.name for spec in parts.extra]
-    made = [f"next.{name}" for name in ("logits", "number", "attention_mask", *caches)]
-    first = trace(_first(parts), specs, parts.axes, ["remaining", "lengths", "draws", "finished", *extra, *made])
-    past = Axis("past_length", 1)
-    batch = parts.axes[0]
-    heads, head_dim = parts.decoder.kv_shape
-    step_specs = [
-        InputSpec("iteration", (), "int64"),
-        InputSpec("tokens", (batch,), "int32"),
-        InputSpec("finished", (batch,), "bool"),
-        InputSpec("attention_mask", (batch, add(past, 1)), "int64"),
-        *(InputSpec(name, (batch, heads, past, head_dim), parts.decoder.dtype) for name in caches),
-        InputSpec("lengths", (batch,), "int64"),
-        *parts.extra,
-    ]
-    axes = [batch, past, *(axis for axis in parts.axes[1:] if any(axis in spec.shape for spec in parts.extra))]
-    body = trace(_step(parts), step_specs, axes, made)
-    logits = first.outputs[first.output_names.index(LOGITS[0])]
+    batch, *others = parts.axes
+    extra_axes = [axis for axis in others if any(axis in spec.shape for spec in parts.extra)]
+    function, step_specs, step_axes, _ = parts.decoder.graph(parts.extra, extra_axes)
+    caches = [spec.name for spec in step_specs if spec.name.startswith("past_key_values")]
+    begun = ["input_ids", "attention_mask", "position_ids", "finished", "cache"]
+    begin = trace(
+        _begin(parts),
+        [*parts.inputs, InputSpec("max_new_tokens", (), "int64"), *settings],
+        parts.axes,
+        ["limit", "going", "draws", *(spec.name for spec in parts.extra), *(f"first.{name}" for name in begun)],
+    )
+    step = trace(
+        _step(function),
+        [InputSpec("iteration", (), "int64"), *step_specs],
+        step_axes,
+        [f"next.{name}" for name in ("logits", "number", "attention_mask", "position_ids", *caches)],
+    )
+    logits = step.outputs[0]
     choice_specs = [
         InputSpec("logits", logits.shape, logits.dtype),
         InputSpec("number", (), "int32"),
         InputSpec("finished", (batch,), "bool"),
         *settings,
     ]
-    choices = [trace(_choice(parts.rules, draws), choice_specs, [batch], list(_CHOSEN)) for draws in (True, False)]
-    weights = {id(weight): weight for graph in (first, body) for weight in graph.weights}
-    model = lower(first)
-    _with_loop(model.graph, lower(body).graph, lambda: [lower(choice).graph for choice in choices])
-    return dataclasses.replace(first, weights=list(weights.values())), model
+    drawn, best = (lower(trace(_choice(parts.rules, draws), choice_specs, [batch], _CHOSEN)) for draws in (True, False))
+    model = lower(begin)
+    _join(model.graph, lower(step).graph, drawn.graph, best.graph)
+    known = {value.name: describe_input(step, value).get("maximum") for value in step.inputs}
+    for value in begin.inputs:
+        # The step looks the ids up.
+        value.maximum = known.get(value.name)
+    weights = {id(weight): weight for graph in (begin, step) for weight in graph.weights}
+    return dataclasses.replace(begin, weights=list(weights.values())), model
 
 
-def _first(parts):
-    def first(*inputs):
+def _begin(parts):
+    def begin(*inputs):
         prompts, (max_new_tokens, temperature, *_) = inputs[: len(parts.inputs)], inputs[len(parts.inputs) :]
-        ids, mask, positions, extra = parts.begin(*prompts)
-        batch = ops.shape(ids)[0]
+        *first, extra = parts.begin(*prompts)
+        batch = ops.shape(first[0])[0]
         heads, head_dim = parts.decoder.kv_shape
-        empty = ops.zeros((batch, 0, heads, head_dim), parts.decoder.dtype)
-        cache = tuple((empty, empty) for _ in range(parts.decoder.num_layers))
         if parts.room is not None:
             max_new_tokens = ops.minimum(max_new_tokens, parts.room(*prompts))
-        remaining, lengths = _int64(ops.subtract(max_new_tokens, 1)), _int64(ops.add(positions[:, -1], 1))
-        made = _next(parts, ids, mask, positions, extra, cache, ops.zeros((), "int32"))
-        return remaining, lengths, ops.greater(temperature, 0), ops.zeros((batch,), "bool"), *extra, *made
+        going, draws = ops.ones((), "bool"), ops.greater(temperature, 0)
+        finished, cache = ops.zeros((batch,), "bool"), ops.zeros((batch, heads, 0, head_dim), parts.decoder.dtype)
+        return _int64(max_new_tokens), going, draws, *extra, *map(_int64, first), finished, cache
 
-    return first
+    return begin
 
 
-def _step(parts):
-    count = 2 * parts.decoder.num_layers
-
-    def step(iteration, tokens, finished, mask, *rest):
-        caches, (lengths, *extra) = rest[:count], rest[count:]
-        caches = [ops.transpose(cache, (0, 2, 1, 3)) for cache in caches]
-        cache = tuple(zip(caches[::2], caches[1::2], strict=True))
-        positions = ops.expand_dims(ops.add(lengths, iteration), 1)
-        ids = ops.expand_dims(tokens, 1)
-        number = ops.cast(ops.add(iteration, 1), "int32")
-        return _next(parts, ids, mask, positions, extra, cache, number)
+def _step(function):
+    def step(iteration, ids, mask, positions, *rest):
+        logits, cache = function(ids, mask, positions, *rest)
+        mask = ops.concatenate([mask, ops.ones_like(mask[:, :1])], axis=1)
+        positions = ops.add(positions[:, -1:], 1)
+        return logits[:, -1], ops.cast(iteration, "int32"), _int64(mask), _int64(positions), *cache
 
     return step
-
-
-def _next(parts, ids, mask, positions, extra, cache, number):
-    """What token `number`, which follows `ids`, is chosen by, and what is carried to the next step."""
-    logits, cache = parts.decoder.grow(ops.cast(ids, "int64"), mask, positions, extra, cache)
-    mask = ops.concatenate([mask, ops.ones_like(mask[:, :1])], axis=1)
-    return logits[:, -1], number, _int64(mask), *heads_first(cache)
 
 
 def _int64(x):
@@ -141,10 +131,9 @@ def _int64(x):
 
 def _choice(rules, draws):
     def choose(logits, number, finished, *settings):
-        """Whether a row goes on, tokens (B,) and which rows have ended: drawn ones, or the best ones."""
         chosen = dataclasses.replace(rules, settings=_drawing(logits, *settings) if draws else {})
         tokens, finished, _ = chosen.next_tokens(logits, number, finished, {}, ops)
-        return ops.logical_not(ops.all(finished)), tokens, finished
+        return ops.logical_not(ops.all(finished)), _int64(ops.expand_dims(tokens, 1)), finished
 
     return choose
 
@@ -163,65 +152,47 @@ def _drawing(logits, temperature, top_k, top_p, seed):
     }
 
 
-def _with_loop(graph: onnx_ir.Graph, body: onnx_ir.Graph, branches: Callable) -> None:
-    """Puts the first choice and the loop behind the first step.
-
-    Args:
-        graph: what `_first` became.
-        body: what `_step` became.
-        branches: gives what `_choice` became, for drawn tokens and for the best ones; anew at each call.
-    """
-    known = {value.name: value for value in [*graph.inputs, *graph.outputs]}
-    settings = {name: known[name] for name in SETTINGS}
-
-    def choose(place, logits, number, finished, prefix):
-        outside = {"logits": logits, "number": number, "finished": finished} | settings
-        drawn, best = branches()
-        for name, branch in (("drawn", drawn), ("best", best)):
-            _enter(graph, branch, outside, f"{prefix}/{name}")
-        parts = [onnx_ir.AttrGraph("then_branch", drawn), onnx_ir.AttrGraph("else_branch", best)]
-        node = onnx_ir.Node("", "If", [known["draws"]], parts, num_outputs=len(_CHOSEN), name=f"{prefix}/If")
-        for name, value, made in zip(_CHOSEN, node.outputs, best.outputs, strict=True):
-            value.name, value.type, value.shape = f"{prefix}/{name}", made.type, made.shape
-        place.append(node)
-        return node.outputs
-
-    logits, number, *kept = list(graph.outputs)[-len(body.outputs) :]
-    going, *chosen = choose(graph, logits, number, known["finished"], "choose")
-    state = [*chosen, *kept]
-    # What is not carried from step to step the body reads where it stands.
-    _enter(graph, body, {value.name: known[value.name] for value in body.inputs[1 + len(state) :]}, "step")
-    iteration, *inputs = body.inputs
-    logits, number, *kept = body.outputs
-    goes_on, *chosen = choose(body, logits, number, inputs[1], "step/choose")
-    condition = onnx_ir.Value(name="step/going_in", type=goes_on.type, shape=goes_on.shape)
-    body.inputs[:] = [iteration, condition, *inputs]
-    body.outputs[:] = [goes_on, *chosen, *kept, _node(body, "Identity", [chosen[0]], "step/made", like=chosen[0])]
-    parts = [onnx_ir.AttrGraph("body", body)]
-    inputs = [known["remaining"], going, *state]
-    loop = onnx_ir.Node("", "Loop", inputs, parts, num_outputs=len(state) + 1, name="generate/Loop")
-    for index, (value, same) in enumerate(zip(loop.outputs, [*state, state[0]], strict=True)):
-        value.name, value.type = f"generate/Loop.{index}", same.type
-    graph.append(loop)
-    # All tokens (B, L), from the first ones (B,) and those of the loop (L - 1, B).
-    axes = _node(graph, "Constant", [], "generate/axes", value_ints=[1])
-    first = _node(graph, "Unsqueeze", [state[0], axes], "generate/first")
-    later = _node(graph, "Transpose", [loop.outputs[-1]], "generate/later", perm=[1, 0])
-    columns = _node(graph, "Concat", [first, later], "generate/columns", axis=1)
-    ids = _node(graph, "Cast", [columns], "ids", to=int(onnx_ir.DataType.INT64))
+def _join(graph: onnx_ir.Graph, step: onnx_ir.Graph, drawn: onnx_ir.Graph, best: onnx_ir.Graph) -> None:
+    """Puts the loop behind what `_begin` became: in its body stands what `_step` became, and a choice behind it."""
+    known = {value.name: value for value in graph.outputs}
+    *begun, finished, cache = list(graph.outputs)[-5:]
+    # What is not carried from step to step is read where it stands.
+    _enter(graph, step, known, "step")
+    iteration, *carried = step.inputs
+    going, over = (
+        onnx_ir.Value(name=f"step/{name}_in", type=value.type, shape=value.shape)
+        for name, value in (("going", known["going"]), ("finished", finished))
+    )
+    logits, number, *kept = step.outputs
+    outside = {value.name: value for value in graph.inputs} | {"logits": logits, "number": number, "finished": over}
+    for name, branch in (("drawn", drawn), ("best", best)):
+        _enter(graph, branch, outside, f"step/{name}")
+    branches = {"then_branch": drawn, "else_branch": best}
+    still_going, ids, ended = _add(step, "If", [known["draws"]], "step/choose", best.outputs, **branches)
+    (made,) = _add(step, "Identity", [ids], "step/made", [ids])
+    step.inputs[:] = [iteration, going, over, *carried]
+    step.outputs[:] = [still_going, ended, ids, *kept, made]
+    state = [finished, *begun, *[cache] * (len(carried) - len(begun))]
+    *_, made = _add(
+        graph, "Loop", [known["limit"], known["going"], *state], "loop", [None] * len(step.outputs[1:]), body=step
+    )
+    # From (L, B, 1) to (B, L).
+    (last,) = _add(graph, "Constant", [], "ids/last", [None], value_ints=[2])
+    (rows,) = _add(graph, "Squeeze", [made, last], "ids/rows", [None])
+    (ids,) = _add(graph, "Transpose", [rows], "ids", [None], perm=[1, 0])
     ids.type, ids.shape = onnx_ir.TensorType(onnx_ir.DataType.INT64), onnx_ir.Shape(["batch", "new_length"])
     graph.outputs[:] = [ids]
 
 
-def _node(graph, op_type, inputs, name, like=None, **attributes):
-    """Appends a node; its result, of the type and shape of `like`."""
-    made = onnx_ir.node(op_type, inputs, attributes, name=name)
-    (result,) = made.outputs
-    result.name = name
-    if like is not None:
-        result.type, result.shape = like.type, like.shape
-    graph.append(made)
-    return result
+def _add(graph, op_type, inputs, name, like, **attributes):
+    """Appends a node; its results have the types and shapes of `like`, or none that are known."""
+    node = onnx_ir.node(op_type, inputs, attributes, num_outputs=len(like), name=name)
+    for index, (value, same) in enumerate(zip(node.outputs, like, strict=True)):
+        value.name = f"{name}.{index}" if index else name
+        if same is not None:
+            value.type, value.shape = same.type, same.shape
+    graph.append(node)
+    return node.outputs
 
 
 def _enter(graph, inner, outside, prefix):

@@ -31,8 +31,10 @@ def describe_input(graph: Graph, value: Value) -> dict[str, Any]:
         return entry | {"kind": "mask"}
     if value.dtype.startswith(("float", "bfloat")):
         return entry | {"kind": "float"}
+    if value.maximum is not None:
+        return entry | {"kind": "ids", "minimum": 0, "maximum": value.maximum}
     if not graph.nodes:
-        return entry | {"kind": "ids"} | ({} if value.maximum is None else {"minimum": 0, "maximum": value.maximum})
+        return entry | {"kind": "ids"}
     if rows:
         return entry | {"kind": "ids", "minimum": 0, "maximum": min(rows) - 1}
     # Numbers that are only computed with may be any.

@@ -1,5 +1,6 @@
 """One graph that generates: the tokens of Keras, greedy and drawn, from one call without a loop outside."""
 
+import json
 import types
 
 import keras
@@ -74,23 +75,28 @@ def test_is_one_standard_graph(exported):
     onnx.checker.check_model(model, full_check=True)
     graph = model.graph
     body = subgraphs(graph)["body"]
-    choices = {place: subgraphs(place_graph) for place, place_graph in (("first", graph), ("later", body))}
-    branches = [branch for choice in choices.values() for branch in (choice["then_branch"], choice["else_branch"])]
-    nodes = [node for part in (graph, body, *branches) for node in part.node]
+    drawn, best = subgraphs(body)["then_branch"], subgraphs(body)["else_branch"]
+    nodes = [node for part in (graph, body, drawn, best) for node in part.node]
     assert {node.domain for node in nodes} == {""} and not any("Random" in node.op_type for node in nodes)
     assert len({node.name for node in nodes}) == len(nodes)
-    # The weights are there once, outside of the loop.
-    assert not any(part.initializer for part in (body, *branches))
+    # The weights are there once, outside of the loop, and so is the decoder, within it.
+    assert not any(part.initializer for part in (body, drawn, best))
     names = [tensor.name for tensor in graph.initializer]
     assert len(set(names)) == len(names) and sum("/kernel" in name for name in names) == 2 * 7
-    assert sum(node.op_type == "Attention" for node in body.node) == 2
+    for kind, count in {"Attention": 2, "MatMul": 2 * 7 + 1}.items():
+        assert sum(node.op_type == kind for node in nodes) == sum(node.op_type == kind for node in body.node) == count
     # What draws, sorting above all, runs where it is asked for.
-    for place in (graph, body):
-        assert {"TopK", "Log"} & {node.op_type for node in subgraphs(place)["then_branch"].node}
-        assert not {"TopK", "Log"} & {node.op_type for node in [*place.node, *subgraphs(place)["else_branch"].node]}
+    assert {"TopK", "Log"} < {node.op_type for node in drawn.node}
+    assert not {"TopK", "Log"} & {node.op_type for part in (graph, body, best) for node in part.node}
     inputs = ["input_ids", "attention_mask", "max_new_tokens", "temperature", "top_k", "top_p", "seed"]
     assert [value.name for value in graph.input] == inputs
     assert [value.name for value in graph.output] == ["ids"]
+    said = {entry["name"]: entry for entry in json.loads(_metadata(model)["keras_transformer.inputs"])}
+    assert said["input_ids"] == {"name": "input_ids", "dtype": "int64", "kind": "ids", "minimum": 0, "maximum": 36}
+
+
+def _metadata(model):
+    return {entry.key: entry.value for entry in model.metadata_props}
 
 
 def test_padding_on_either_side(exported):
@@ -108,11 +114,14 @@ def test_padding_on_either_side(exported):
 def faulty(exported, tmp_path_factory):
     """A file with a fault, put into one of its graphs; see `tests.mutations`."""
 
-    def make(fault, *path):
-        model, graph = (whole := onnx.load(exported("llama")[1])), whole.graph
+    def make(fault, path):
+        model = onnx.load(exported("llama")[1])
+        graph = model.graph
         for name in path:
             graph = subgraphs(graph)[name]
-        fault(model if graph is model.graph else types.SimpleNamespace(graph=graph))
+        # Weights and constants lie in the outermost graph.
+        part = types.SimpleNamespace(node=graph.node, initializer=model.graph.initializer)
+        fault(types.SimpleNamespace(graph=part))
         file = tmp_path_factory.mktemp("faulty") / "model.onnx"
         onnx.save(model, file)
         return file
@@ -136,27 +145,26 @@ def test_is_verified(exported):
 @pytest.mark.parametrize(
     "fault, path, output",
     [
-        (mutations.swapped_heads, (), "logits"),
-        (mutations.heavier_weight("decoder/blocks.1/feed_forward/output_dense/kernel"), (), "logits"),
-        (mutations.no_mask, ("body",), "logits"),
-        (lambda g: mutations.insert(g, "next.logits", "Neg"), ("else_branch",), "ids"),
-        (lambda g: mutations.insert(g, "step/next.logits", "Neg"), ("body", "else_branch"), "ids"),
-        (lambda g: mutations.insert(g, "temperature", "Sqrt"), ("body", "then_branch"), "ids"),
-        (lambda g: mutations.insert(g, "top_k", "Add", np.int64(1)), ("body", "then_branch"), "ids"),
-        (lambda g: mutations.insert(g, "seed", "Add", np.int64(1)), ("then_branch",), "ids"),
+        (mutations.swapped_heads, ["body"], "logits"),
+        (mutations.no_mask, ["body"], "logits"),
+        (mutations.heavier_weight("decoder/blocks.1/feed_forward/output_dense/kernel"), [], "logits"),
+        (lambda g: mutations.insert(g, "step/next.logits", "Neg"), ["body", "else_branch"], "ids"),
+        (lambda g: mutations.insert(g, "temperature", "Sqrt"), ["body", "then_branch"], "ids"),
+        (lambda g: mutations.insert(g, "top_k", "Add", np.int64(1)), ["body", "then_branch"], "ids"),
+        (lambda g: mutations.insert(g, "seed", "Add", np.int64(1)), ["body", "then_branch"], "ids"),
     ],
-    ids=["heads", "weight", "mask", "first best", "best", "temperature", "top_k", "seed"],
+    ids=["heads", "mask", "weight", "best", "temperature", "top_k", "seed"],
 )
 def test_a_fault_is_found_where_it_is(exported, faulty, fault, path, output):
     with pytest.raises(VerificationError) as error:
-        verify_onnx(exported("llama")[0], faulty(fault, *path), samples=SAMPLES, verbose=False)
+        verify_onnx(exported("llama")[0], faulty(fault, path), samples=SAMPLES, verbose=False)
     assert {comparison.output for comparison in error.value.report.failures} == {output}
 
 
 @pytest.mark.once
 def test_the_file_gives_the_ids_of_its_copy(exported, faulty, monkeypatch):
     model, path = exported("llama")
-    other = verify_generator._with_logits(faulty(mutations.swapped_heads))
+    other = verify_generator._with_logits(faulty(mutations.no_mask, ["body"]))
     monkeypatch.setattr(verify_generator, "_with_logits", lambda file: other)
     with pytest.raises(VerificationError, match="the file does not give the ids of its copy"):
         verify_onnx(model, path, verbose=False)
