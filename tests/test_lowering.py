@@ -952,15 +952,20 @@ def test_attention_to_nothing_is_refused_where_the_runtime_has_none():
         lower(traced(lambda x: kt.attention(x[:, : ops.shape(x)[1] // 2], x, x), ["float32[B,T,2,4]"]))
 
 
-@pytest.mark.once
+@pytest.mark.backends("jax")  # torch repeats the edge; TensorFlow takes no more than there is
 @pytest.mark.parametrize("mode", ["reflect", "symmetric"])
 @pytest.mark.parametrize("length", [1, 2, 3, 9])
 def test_mirrored_padding_is_that_of_numpy(mode, length):
-    """Backends differ where more is mirrored than there is, and torch's "symmetric" is the edge."""
     proto, _ = build(lambda x: ops.pad(x, ((0, 0), (3, 5), (0, 0)), mode=mode), [F])
     x = np.random.default_rng(0).normal(size=(2, length, 6)).astype("float32")
     expected = np.pad(x, ((0, 0), (3, 5), (0, 0)), mode=mode)
     np.testing.assert_array_equal(session(proto).run(None, {"x0": x})[0], expected)
+
+
+@pytest.mark.backends("torch")
+def test_symmetric_padding_that_mirrors_nothing_is_refused():
+    with pytest.raises(UnsupportedOperationError, match="on torch Keras' symmetric padding"):
+        lower(traced(lambda x: ops.pad(x, ((0, 0), (0, 2), (0, 0)), mode="symmetric"), [F]))
 
 
 def test_a_rule_that_makes_another_shape_is_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import keras
 import numpy as np
 from keras.src.ops import core
 from keras.src.ops import numpy as knp
@@ -319,6 +320,9 @@ def _pad(g, node, x, constant_values=None):
         raise NotImplementedError(f"there is no padding mode {mode!r} in ONNX")
     if len(widths) == 1:
         widths *= x.rank
+    mirrored = any(width not in (0, 1) for pair in widths for width in pair)
+    if mode == "symmetric" and mirrored and keras.backend.backend() == "torch":
+        raise NotImplementedError("on torch Keras' symmetric padding of more than one entry repeats the edge")
     if mode == "symmetric" or mode == "reflect" and not all(map(_is_longer, x.shape, widths)):
         for axis, (low, high) in enumerate(widths):
             if (low, high) != (0, 0):
