@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from keras import ops
 
-from keras_transformer.export import cli, export_onnx, verify_onnx
+from keras_transformer.export import cli, export_onnx, verify_onnx, writing
 from keras_transformer.export.decoding import empty_cache
 from keras_transformer.export.errors import ExportError, VerificationError
 from keras_transformer.export.forms import LEAST_COSINE
@@ -191,6 +191,15 @@ def test_encoder_decoder(tmp_path):
         ids = runner.generate(PROMPTS, 13, **options)
         # Nearly all tokens are those of Keras: beyond the first that differs all may.
         assert (ids[:, :3] == model.generate(PROMPTS, 13, **options)[:, :3]).mean() > 0.7
+
+
+def test_weights_beside_the_graph(exported, model, tmp_path, monkeypatch):
+    """As those of a large model lie: the graph is written twice, with the same ones."""
+    monkeypatch.setattr(writing, "_EXTERNAL_DATA_FROM", 1000)
+    assert export_onnx(model, tmp_path / "model", **INT8).passed
+    assert {path.name for path in (tmp_path / "model").glob("decoder*")} == {"decoder.onnx", "decoder.onnx.data"}
+    ids = OnnxCausalLM(tmp_path / "model").generate(PROMPTS, 11)
+    np.testing.assert_array_equal(ids, OnnxCausalLM(exported[0]).generate(PROMPTS, 11))
 
 
 def test_a_wrong_scale_is_noticed(model, exported, tmp_path):
