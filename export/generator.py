@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import onnx_ir
 from keras import ops
 
@@ -73,7 +74,7 @@ def trace_generator(parts: GeneratorParts, trace: Callable, lower: Callable) -> 
         _begin(parts),
         [*parts.inputs, InputSpec("max_new_tokens", (), "int64"), *settings],
         parts.axes,
-        ["limit", "going", "draws", *(spec.name for spec in parts.extra), *(f"first.{name}" for name in begun)],
+        ["room", "going", "draws", *(spec.name for spec in parts.extra), *(f"first.{name}" for name in begun)],
     )
     step = trace(
         _step(function),
@@ -86,7 +87,8 @@ def trace_generator(parts: GeneratorParts, trace: Callable, lower: Callable) -> 
         InputSpec("logits", logits.shape, logits.dtype),
         InputSpec("number", (), "int32"),
         InputSpec("finished", (batch,), "bool"),
-        *settings,
+        # Sums of int64 are int32 on some backends: these are made int32 before, by `_narrow`.
+        *(InputSpec(name, (), dtype.replace("int64", "int32")) for name, dtype in SETTINGS.items()),
     ]
     drawn, best = (lower(trace(_choice(parts.rules, draws), choice_specs, [batch], _CHOSEN)) for draws in (True, False))
     model = lower(begin)
@@ -101,15 +103,14 @@ def trace_generator(parts: GeneratorParts, trace: Callable, lower: Callable) -> 
 
 def _begin(parts):
     def begin(*inputs):
-        prompts, (max_new_tokens, temperature, *_) = inputs[: len(parts.inputs)], inputs[len(parts.inputs) :]
+        prompts, (_, temperature, *_) = inputs[: len(parts.inputs)], inputs[len(parts.inputs) :]
         *first, extra = parts.begin(*prompts)
         batch = ops.shape(first[0])[0]
         heads, head_dim = parts.decoder.kv_shape
-        if parts.room is not None:
-            max_new_tokens = ops.minimum(max_new_tokens, parts.room(*prompts))
+        room = ops.full((), 2**31 - 1 if parts.room is None else parts.room(*prompts), "int32")
         going, draws = ops.ones((), "bool"), ops.greater(temperature, 0)
         finished, cache = ops.zeros((batch,), "bool"), ops.zeros((batch, heads, 0, head_dim), parts.decoder.dtype)
-        return _int64(max_new_tokens), going, draws, *extra, *map(_int64, first), finished, cache
+        return _int64(room), going, draws, *extra, *map(_int64, first), finished, cache
 
     return begin
 
@@ -117,15 +118,14 @@ def _begin(parts):
 def _step(function):
     def step(iteration, ids, mask, positions, *rest):
         logits, cache = function(ids, mask, positions, *rest)
-        mask = ops.concatenate([mask, ops.ones_like(mask[:, :1])], axis=1)
-        positions = ops.add(positions[:, -1:], 1)
+        mask = ops.concatenate([ops.cast(mask, "int32"), ops.ones_like(mask[:, :1], dtype="int32")], axis=1)
+        positions = ops.add(ops.cast(positions[:, -1:], "int32"), 1)
         return logits[:, -1], ops.cast(iteration, "int32"), _int64(mask), _int64(positions), *cache
 
     return step
 
 
 def _int64(x):
-    """`x` as the loop declares it: Keras may make int32 of sums of int64."""
     return ops.cast(x, "int64")
 
 
@@ -140,8 +140,6 @@ def _choice(rules, draws):
 
 def _drawing(logits, temperature, top_k, top_p, seed):
     """The rules' settings from the graph's numbers."""
-    # The 32 bits of an unsigned number as a signed one.
-    seed = ops.cast(ops.where(ops.less(seed, 2**31), seed, ops.subtract(seed, 2**32)), "int32")
     return {
         "temperature": temperature,
         # 0 and 1, which mean "no matter", must take nothing away.
@@ -164,7 +162,8 @@ def _join(graph: onnx_ir.Graph, step: onnx_ir.Graph, drawn: onnx_ir.Graph, best:
         for name, value in (("going", known["going"]), ("finished", finished))
     )
     logits, number, *kept = step.outputs
-    outside = {value.name: value for value in graph.inputs} | {"logits": logits, "number": number, "finished": over}
+    numbers = {value.name: value for value in graph.inputs}
+    outside = numbers | _narrow(graph, numbers) | {"logits": logits, "number": number, "finished": over}
     for name, branch in (("drawn", drawn), ("best", best)):
         _enter(graph, branch, outside, f"step/{name}")
     branches = {"then_branch": drawn, "else_branch": best}
@@ -172,16 +171,35 @@ def _join(graph: onnx_ir.Graph, step: onnx_ir.Graph, drawn: onnx_ir.Graph, best:
     (made,) = _add(step, "Identity", [ids], "step/made", [ids])
     step.inputs[:] = [iteration, going, over, *carried]
     step.outputs[:] = [still_going, ended, ids, *kept, made]
+    (limit,) = _add(graph, "Min", [numbers["max_new_tokens"], known["room"]], "limit", [known["room"]])
     state = [finished, *begun, *[cache] * (len(carried) - len(begun))]
-    *_, made = _add(
-        graph, "Loop", [known["limit"], known["going"], *state], "loop", [None] * len(step.outputs[1:]), body=step
-    )
+    *_, made = _add(graph, "Loop", [limit, known["going"], *state], "loop", [None] * len(step.outputs[1:]), body=step)
     # From (L, B, 1) to (B, L).
     (last,) = _add(graph, "Constant", [], "ids/last", [None], value_ints=[2])
     (rows,) = _add(graph, "Squeeze", [made, last], "ids/rows", [None])
     (ids,) = _add(graph, "Transpose", [rows], "ids", [None], perm=[1, 0])
     ids.type, ids.shape = onnx_ir.TensorType(onnx_ir.DataType.INT64), onnx_ir.Shape(["batch", "new_length"])
     graph.outputs[:] = [ids]
+
+
+def _narrow(graph, numbers):
+    """`top_k` and `seed`, int64, as int32: what is larger than any number of ids, and the lowest bits, as signed."""
+
+    def then(op_type, value, *others, **attributes):
+        others = [
+            _add(graph, "Constant", [], f"{value.name}/{other}", [value], value=onnx_ir.tensor(np.int64(other)))[0]
+            for other in others
+        ]
+        return _add(graph, op_type, [value, *others], f"{value.name}/{op_type}", [value], **attributes)[0]
+
+    narrow = {
+        "top_k": then("Min", numbers["top_k"], 2**31 - 1),
+        "seed": then("Sub", then("Mod", then("Add", numbers["seed"], 2**31), 2**32), 2**31),
+    }
+    narrow = {name: then("Cast", value, to=int(onnx_ir.DataType.INT32)) for name, value in narrow.items()}
+    for value in narrow.values():
+        value.type = onnx_ir.TensorType(onnx_ir.DataType.INT32)
+    return narrow
 
 
 def _add(graph, op_type, inputs, name, like, **attributes):
