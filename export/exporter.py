@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ def export_onnx(
             or 17, for what the tracer refuses, such as recurrent layers. Without a cache, larger and slower.
         verify: False leaves verification to you; the files are then not known to be right.
         force: write into a directory that holds other files, which stay; or replace a file.
-        verbose: print the verification's table.
+        verbose: print how long the export took, and the verification's table.
 
     Returns:
         The verification's report; None with `verify=False`.
@@ -169,6 +170,7 @@ def export_onnx(
         max_length = usual
     elif limit is not None and max_length > limit:
         raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
+    started = time.perf_counter()
     with staging(path) as folder:
         if family is None:
             config = {"kind": "model", **_text_task(model, max_length)}
@@ -197,6 +199,8 @@ def export_onnx(
         if config["kind"] == "decoder" and target != "generator":
             write_genai_files(model, folder, config)
         write_config(folder, config, weights)
+        if verbose:
+            print(f"Exported in {time.perf_counter() - started:.1f} s.")
         report = None
         if verify:
             try:

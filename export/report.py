@@ -98,6 +98,7 @@ class Report:
         skipped: what was not compared, and why.
         notes: what a reader should know about how it was compared.
         versions: versions of the libraries and the backend.
+        seconds: how long the comparison took.
     """
 
     path: str
@@ -111,6 +112,7 @@ class Report:
     skipped: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -208,6 +210,7 @@ class Report:
         for line in [f"skipped: {line}" for line in self.skipped] + self.notes:
             console.print(escape(line), highlight=False)
         console.print(escape(self.summary()), style="green" if self.passed else "red", highlight=False)
+        console.print(f"Compared in {self.seconds:.1f} s.", highlight=False)
 
     def to_dict(self) -> dict:
         """The whole report as plain Python values."""

@@ -11,6 +11,7 @@ import os
 import pathlib
 import platform
 import re
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -81,6 +82,7 @@ def verify_onnx(
     path = pathlib.Path(path)
     if json_path is not None and not pathlib.Path(json_path).absolute().parent.is_dir():
         raise ValueError(f"`json_path` must be in a directory that exists. Received: json_path={str(json_path)!r}")
+    started = time.perf_counter()
     report = Report(name or str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
     check = Check(report, session_options, progress)
     config = runtime.read_config(path) if path.is_dir() else runtime.graph_config(check.session(path))
@@ -98,6 +100,7 @@ def verify_onnx(
         verify_graph(model, path / "model.onnx" if path.is_dir() else path, check, samples)
     report.size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
     report.agreement = check.agreement
+    report.seconds = time.perf_counter() - started
     if json_path is not None:
         report.to_json(json_path)
     if verbose:

@@ -52,7 +52,9 @@ def test_passes_and_reports(good, tmp_path, capsys):
     assert written["comparisons"][0]["sizes"] == {"batch": 1, "length": 1}
     assert "passed" in repr(report)
     assert "<table>" in report._repr_html_()
-    assert "max error" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "max error" in printed and f"Compared in {report.seconds:.1f} s." in printed
+    assert written["seconds"] == report.seconds > 0
 
 
 def test_same_figures_every_time(good):
