@@ -25,7 +25,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 # Elsewhere each new shape is compiled, and the examples are the first ones of the same list.
-EXAMPLES = 25 if BACKEND == ONCE else 10
+EXAMPLES = 25 if BACKEND == ONCE else 6
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=EXAMPLES, database=None)
 hypothesis.settings.load_profile("tests")
 
@@ -42,7 +42,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "backends(*names): the test's subject exists on these backends only")
-    config.addinivalue_line("markers", f"once: what it shows does not depend on the backend; it runs on {ONCE}")
+    config.addinivalue_line(
+        "markers", f"once(*also): what it shows depends little on the backend; it runs on {ONCE} and those named"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -50,8 +52,8 @@ def pytest_collection_modifyitems(config, items):
         for marker in item.iter_markers("backends"):
             if BACKEND not in marker.args:
                 item.add_marker(pytest.mark.skip(reason=f"concerns {', '.join(marker.args)}, not {BACKEND}"))
-        once = item.get_closest_marker("once") and not item.get_closest_marker("backends")
-        if once and BACKEND != ONCE and not config.getoption("every_backend"):
+        once = None if item.get_closest_marker("backends") else item.get_closest_marker("once")
+        if once and BACKEND not in (ONCE, *once.args) and not config.getoption("every_backend"):
             item.add_marker(pytest.mark.skip(reason=f"runs on {ONCE}; --every-backend runs it here, too"))
 
 

@@ -32,6 +32,9 @@ from tests.arguments import (
 )
 from tests.forms import flat
 
+# Configurations are Keras' affair; the layers' values have tests of their own on every backend.
+pytestmark = pytest.mark.once("jax")
+
 
 class TestRoundTrips:
     """An argument that `get_config` forgets."""

@@ -34,7 +34,7 @@ from keras_transformer.layers import (
     TransformerDecoder,
     TransformerEncoder,
 )
-from keras_transformer.models import Transformer
+from keras_transformer.models import CausalLM, Transformer
 
 
 def randomise(model, seed=0):
@@ -446,6 +446,11 @@ def digests(folder):
     return {f: hashlib.sha256((folder / f).read_bytes()).hexdigest() for f in os.listdir(folder) if "onnx" in f}
 
 
+def toy_generator():
+    """Grouped heads, rotary positions and draws: all that its graph may have."""
+    return randomise(CausalLM(29, 2, 24, 4, 40, num_kv_heads=2, position_encoding="rotary", max_length=23))
+
+
 def test_exporting_twice_gives_the_same_bytes(tmp_path):
     model = toy_transformer()
     export(model, tmp_path / "a", verify=False)
@@ -462,11 +467,12 @@ import keras
 for _ in range({before}):
     keras.layers.Dense(2)(keras.Input((3,))), keras.layers.MultiHeadAttention(1, 2)
 sys.path.insert(0, {tests!r})
-from test_export import encoder_model, toy_transformer, export
+from test_export import encoder_model, toy_generator, toy_transformer, export
 import pathlib
 folder = pathlib.Path({folder!r})
 export(encoder_model(), folder / "encoder", verify={verify})
 export(toy_transformer(), folder / "transformer", verify={verify})
+export(toy_generator(), folder / "generator", target="generator", verify=False)
 assert all(sys.modules[name] is None for name in {blocked!r})
 """
 
@@ -491,8 +497,8 @@ def test_every_backend_alone_writes_the_same_bytes(tmp_path):
         environment = os.environ | {"KERAS_BACKEND": backend, "PYTHONPATH": os.pathsep.join(sys.path)}
         result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-3000:]
-        found[backend] = [digests(folder / name) for name in ("encoder", "transformer")]
-        assert [len(files) for files in found[backend]] == [1, 2]
+        found[backend] = [digests(folder / name) for name in ("encoder", "transformer", "generator")]
+        assert [len(files) for files in found[backend]] == [1, 2, 1]
     assert found["tensorflow"] == found["jax"] == found["torch"]
 
 

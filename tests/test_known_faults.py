@@ -68,6 +68,9 @@ from tests.forms import (
     program,
 )
 
+# Run eagerly, JAX compiles each operation of each form at each shape, for minutes.
+pytestmark = pytest.mark.once("tensorflow")
+
 
 def without_padding(ids):
     """(row, its ids without padding (1, length)) of every row that has some."""
@@ -504,7 +507,7 @@ class TestPositions:
                 [np.array([[0, 1, 0, 1, 0], [0.841471, 0.540302, 0.025116, 0.999685, 0.000631]])],
                 1e-5,
             )
-        assert abs(found["ONNX"][0][0, 1, 0] - 0.841471) < 1e-5
+        assert all(abs(output[0, 1, 0] - 0.841471) < 1e-5 for (output,) in found.values())
 
     def test_an_encoder_of_odd_width_is_saved_reloaded_and_exported(self, tmp_path):
         encoding, encoder = SinusoidalPositionalEncoding(), TransformerEncoder(1, 1, 7)

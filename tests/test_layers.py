@@ -301,6 +301,7 @@ def made_of_layers():
     return keras.Model({"source": source, "target": target}, embedding(output, reverse=True))
 
 
+@pytest.mark.once  # elsewhere test_reloading.py has some of them
 @pytest.mark.parametrize("name", [*LAYERS, *MODELS, "made of layers", "trained"])
 def test_everything_reloads_in_a_fresh_process(name, reloaded):
     """Also into a model that was made from the config alone; with the optimizer's state, so that training goes on."""

@@ -21,6 +21,7 @@ from keras_transformer.ops import attention
 from tests.checks import close, named_gradients, named_weights, numpy
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.once("jax")
 
 # Sizes differ from each other, so that a mixed-up axis shows.
 BATCH, LENGTH, SLOTS, HEADS, WIDTH, MEMORY_WIDTH, INNER = 2, 5, 7, 3, 12, 13, 17
@@ -294,6 +295,7 @@ def test_decoder_block(variant, masks):
     ],
     ids=["no padding", "padding", "causal and padded source"],
 )
+@pytest.mark.once  # its parts have been compared on every backend
 def test_whole_transformer(variant, masks):
     source = torch.nn.Transformer(WIDTH, HEADS, 2, 2, INNER, 0.0, batch_first=True, **variant)
     if not variant["norm_first"]:

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from keras_transformer.data import SentencePairs
 from keras_transformer.text import END_ID, PAD_ID, START_ID, Tokenizer, read_lines
 
+pytestmark = pytest.mark.once("tensorflow")
+
 TEXTS = [
     f"{a} {b} läuft über die Straße, {c}." for a in ("Hund", "Katze", "Maus") for b in ("der", "die") for c in "rst"
 ]
