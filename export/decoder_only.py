@@ -8,20 +8,21 @@ from keras import ops
 
 from keras_transformer.export.cached import CachedDecoder
 from keras_transformer.export.dims import Axis
+from keras_transformer.export.errors import ExportError
 from keras_transformer.export.generator import GeneratorParts
 from keras_transformer.export.trace import InputSpec
 from keras_transformer.models import CausalLM
 
 
-def graphs(
-    model: CausalLM, min_length: int | None, max_length: int | None, logits: str, target: str
-) -> dict[str, tuple]:
+def graphs(model: CausalLM, max_length: int | None, logits: str, target: str) -> dict[str, tuple]:
     """The graph's function, its inputs, its free axes and its output names."""
     return {"decoder": _decoder(model, max_length, logits, target).graph([], [])}
 
 
-def generator(model: CausalLM, min_length: int | None, max_length: int | None) -> GeneratorParts:
+def generator(model: CausalLM, max_length: int | None) -> GeneratorParts:
     """What the graph that generates is made of."""
+    if max_length == 1:
+        raise ExportError("`max_length` must be at least 2 for target='generator': a prompt and a token. Received: 1")
     batch, length = Axis("batch"), Axis("length", 1, max_length)
 
     def begin(input_ids, attention_mask):

@@ -14,12 +14,10 @@ from keras_transformer.generation.rules import Rules
 from keras_transformer.models import Transformer
 
 
-def graphs(
-    model: Transformer, min_length: int | None, max_length: int | None, logits: str, target: str
-) -> dict[str, tuple]:
+def graphs(model: Transformer, max_length: int | None, logits: str, target: str) -> dict[str, tuple]:
     """For each graph its function, its inputs, its free axes and its output names."""
     batch = Axis("batch")
-    source_length = Axis("source_length", 1 if min_length is None else min_length, max_length)
+    source_length = Axis("source_length", 1, max_length)
     encode, decoder, extra = _parts(model, source_length, max_length, logits, target)
     return {
         "encoder": (
@@ -32,10 +30,10 @@ def graphs(
     }
 
 
-def generator(model: Transformer, min_length: int | None, max_length: int | None) -> GeneratorParts:
+def generator(model: Transformer, max_length: int | None) -> GeneratorParts:
     """What the graph that generates is made of."""
     batch = Axis("batch")
-    source_length = Axis("source_length", 1 if min_length is None else min_length, max_length)
+    source_length = Axis("source_length", 1, max_length)
     encode, decoder, extra = _parts(model, source_length, max_length, "last", "portable")
 
     def begin(source):

@@ -15,10 +15,10 @@ import onnx_ir
 from keras_transformer.export.arguments import (
     check_arguments,
     check_cache,
+    check_converter,
     check_form,
     check_sizes,
     check_tokenizer,
-    longest,
 )
 from keras_transformer.export.cached import TARGETS
 from keras_transformer.export.dims import Axis
@@ -43,7 +43,7 @@ from keras_transformer.export.report import Report
 from keras_transformer.export.sessions import import_onnxruntime
 from keras_transformer.export.signature import call_by_name, free_axes, model_inputs
 from keras_transformer.export.tf2onnx_route import OPSETS as TF2ONNX_OPSETS
-from keras_transformer.export.tf2onnx_route import convert_with_tf2onnx
+from keras_transformer.export.tf2onnx_route import check_tf2onnx, convert_with_tf2onnx
 from keras_transformer.export.trace import InputSpec, record
 from keras_transformer.export.verify import check_padded_rows, check_tolerance, verify_onnx
 from keras_transformer.export.writing import share_weights, write, write_config
@@ -89,7 +89,8 @@ def export_onnx(
             not keep its own (subclassed models).
         dynamic_axes: names of the free axes, `{"source": {0: "batch", 1: "source_length"}}`. Equal names are one axis.
             Without it axis 0 is the batch, and lengths are taken as one where the model needs them equal.
-        min_length: smallest size of every free axis but the batch; 1 if None.
+        min_length: smallest size of every free axis but the batch; 1 if None. Not for graphs with a cache, which take
+            texts from one token on.
         max_length: largest size; the smallest `max_length` of the model and its layers (or limit of a KerasHub model),
             if any has one, else no limit.
         output_names: names of the graph's outputs, in the order of the model's. These three are not for graphs with a
@@ -131,13 +132,15 @@ def export_onnx(
         ImportError: ONNX Runtime is not installed, which verification needs, or two of its wheels are.
     """
     path = pathlib.Path(path)
-    if converter not in _OPSETS:
-        raise ExportError(f"`converter` must be one of {tuple(_OPSETS)}. Received: converter={converter!r}")
-    opsets = _OPSETS[converter]
-    opset = opsets[-1] if opset is None else opset
-    if opset not in opsets:
-        by = "" if converter == "trace" else f" with converter={converter!r}"
-        raise ExportError(f"`opset` must be from {opsets[0]} to {opsets[-1]}{by}. Received: opset={opset}")
+    opset = check_converter(
+        converter,
+        opset,
+        _OPSETS,
+        target=(target, "portable"),
+        logits=(logits, "all"),
+        cache=(cache, None),
+        tokenizer=(tokenizer, None),
+    )
     if logits not in ("all", "last"):
         raise ExportError(f"`logits` must be 'all' or 'last'. Received: logits={logits!r}")
     if target not in TARGETS:
@@ -155,21 +158,18 @@ def export_onnx(
         dynamic_axes=dynamic_axes,
         output_names=output_names,
     )
-    check_sizes(min_length=min_length, max_length=max_length)
+    max_length = check_sizes(model, family is not None, min_length, max_length)
+    if converter == "tf2onnx":
+        check_tf2onnx()
     check_tolerance(tolerance)
     check_padded_rows(padded_rows)
     if verify or cache is not None:
         import_onnxruntime()
-    check_tokenizer(tokenizer, model, takes_text)
     if path.suffix == ".onnx" and (tokenizer is not None or family is not None and target != "generator"):
         what = type(model).__name__ if tokenizer is None else "A graph with a tokenizer"
         raise ExportError(f"{what} becomes a directory. Received: path={str(path)!r}")
+    check_tokenizer(tokenizer, model, takes_text)
     check_target(path, force)
-    limit, usual = longest(model)
-    if max_length is None:
-        max_length = usual
-    elif limit is not None and max_length > limit:
-        raise ExportError(f"`max_length` must be within the model's own, {limit}. Received: max_length={max_length}")
     started = time.perf_counter()
     with staging(path) as folder:
         if family is None:
@@ -184,7 +184,7 @@ def export_onnx(
             make = _traced if converter == "trace" else functools.partial(convert_with_tf2onnx, opset=opset)
             graphs = _plain_graph(model, make, input_signature, dynamic_axes, min_length, max_length, output_names)
         else:
-            graphs = _cached_graphs(model, family, min_length, max_length, logits, target)
+            graphs = _cached_graphs(model, family, max_length, logits, target)
         made = [(name, graph, _rewritten(lowered, form, opset, converter)) for name, graph, lowered in graphs]
         share_weights([model for _, _, model in made], folder)
         for name, graph, lowered in made:
@@ -250,17 +250,17 @@ def _traced(model, call, specs, axes, output_names):
         raise
 
 
-def _cached_graphs(model, family, min_length, max_length, logits, target):
+def _cached_graphs(model, family, max_length, logits, target):
     """The same of each graph of a model with a cache."""
 
     def traced(function, specs, axes, names):
         return trace(function, specs, axes, model, names)
 
     if target == "generator":
-        parts = family.generator(model, min_length, max_length)
+        parts = family.generator(model, max_length)
         yield "model", *trace_generator(parts, traced, lower)
         return
-    for name, part in family.graphs(model, min_length, max_length, logits, target).items():
+    for name, part in family.graphs(model, max_length, logits, target).items():
         graph = traced(*part)
         yield name, graph, lower(graph)
 

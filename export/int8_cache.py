@@ -30,19 +30,26 @@ def measure_cache(model: Any, directory: pathlib.Path, config: Mapping[str, Any]
         directory: where its graphs lie, with a float cache.
         config: the runner's.
         samples: as for `verify_onnx`.
+
+    Raises:
+        ExportError: there is nothing but padding.
     """
     check = Check(Report(str(directory), (0.0, 0.0)), progress=False)
     kind = KINDS[config["kind"]](model, directory, config, check)
     largest: dict[str, np.ndarray] = {}
+    tokens = 0
     for _, _, inputs in check.runs(directory, kind.specs, kind.axes, kind.samples(samples), kind.heads):
         inputs = kind.padded(inputs, made=samples is None)
         ids = inputs[kind.decoded]
         real = np.arange(ids.shape[1]) < real_lengths(ids)[:, None]
+        tokens += (ids[real] != (0 if kind.config["pad_id"] is None else kind.config["pad_id"])).sum()
         decoding = kind.decoding(inputs, *ids.shape)
         decoding.extend(ids, real)
         for name, cache in decoding.cache.items():
             found = np.abs(cache.astype(np.float32)).max((0, 2), where=real[:, None, :, None], initial=0)
             largest[name] = np.maximum(largest.get(name, 0), found)
+    if tokens < 2:
+        raise ExportError(f"`samples` must hold texts for a cache of int8 to be measured on. Received: {tokens} tokens")
     return largest
 
 

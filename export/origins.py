@@ -46,7 +46,7 @@ def list_origins(path: str | os.PathLike) -> list[Origin]:
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's own kinds, and OSError
-        raise NotAnExportError(f"{os.fspath(path)} is not an ONNX file: {str(error).strip()}") from error
+        raise NotAnExportError(f"{path} is not an ONNX file: {str(error).strip()}") from error
     return list(_origins(model.graph))
 
 

@@ -224,7 +224,9 @@ class OnnxGenerator:
         self.path = pathlib.Path(path)
         file = self.path
         if self.path.is_dir():
-            read_config(self.path)  # which finds damages
+            config = read_config(self.path)
+            if config.get("target") != "generator":
+                raise NotAnExportError(f"{self.path} {_other_kind(config)}")
             file = self.path / "model.onnx"
         self._session = open_session(file, default_options(threads), providers)
         self.config = graph_config(self._session)

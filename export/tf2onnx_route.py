@@ -47,17 +47,7 @@ def convert_with_tf2onnx(
         ExportError: the backend is not TensorFlow, or tf2onnx is not installed.
         UnsupportedOperationError: the graph has an operation that tf2onnx cannot write.
     """
-    if (backend := keras.backend.backend()) != "tensorflow":
-        raise ExportError(
-            "`converter` 'tf2onnx' reads graphs of TensorFlow: set KERAS_BACKEND=tensorflow. "
-            f"Received: backend {backend!r}"
-        )
-    try:
-        import tf2onnx
-    except ImportError as error:
-        raise ExportError(
-            "`converter` 'tf2onnx' needs the package: pip install 'keras-transformer-onnx[tf2onnx]'"
-        ) from error
+    tf2onnx = check_tf2onnx()
     import tensorflow as tf
     from keras.src.export.tf2onnx_lib import patch_tf2onnx
 
@@ -94,6 +84,26 @@ def convert_with_tf2onnx(
     ]
     names = [output.name for output in lowered.graph.outputs]
     return ir.Graph(tuple(axes), inputs, [], names, [], weights), lowered
+
+
+def check_tf2onnx():
+    """The module `tf2onnx`.
+
+    Raises:
+        ExportError: the backend is not TensorFlow, or tf2onnx is not installed.
+    """
+    if (backend := keras.backend.backend()) != "tensorflow":
+        raise ExportError(
+            "`converter` 'tf2onnx' reads graphs of TensorFlow: set KERAS_BACKEND=tensorflow. "
+            f"Received: backend {backend!r}"
+        )
+    try:
+        import tf2onnx
+    except ImportError as error:
+        raise ExportError(
+            "`converter` 'tf2onnx' needs the package: pip install 'keras-transformer-onnx[tf2onnx]'"
+        ) from error
+    return tf2onnx
 
 
 def _largest_id(model) -> int | None:
@@ -133,8 +143,11 @@ def _name_interface(model: onnx_ir.Model, specs, output_names) -> None:
         value.shape = onnx_ir.Shape([str(dim) if isinstance(dim, Expr) else dim for dim in spec.shape])
     count = len(graph.outputs)
     names = output_names or (["output"] if count == 1 else [f"output_{i}" for i in range(count)])
-    if len(names) != count:
-        raise ExportError(f"`output_names` must be {count} names, one an output. Received: output_names={names!r}")
+    if len(names) != count or len({*names, *given}) != count + len(given):
+        raise ExportError(
+            f"`output_names` must give each of the {count} outputs a name that no other output and no input has; the "
+            f"inputs are {list(given)}. Received: output_names={names!r}"
+        )
     taken = {value.name: value for node in graph.all_nodes() for value in node.outputs}
     for value, name in zip(graph.outputs, names, strict=True):
         if name in taken and taken[name] is not value:

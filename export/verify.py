@@ -86,6 +86,8 @@ def verify_onnx(
     report = Report(name or str(path), tuple(map(float, tolerance)), padded_rows, versions=versions())
     check = Check(report, session_options, progress)
     config = runtime.read_config(path) if path.is_dir() else runtime.graph_config(check.session(path))
+    if not path.is_dir() and config.get("kind", "model") != "model" and config.get("target") != "generator":
+        raise ValueError(f"`path` must be the directory, not a graph, of a model with a cache. Received: {path}")
     report.form = config.get("form", "fp32")
     check.least_cosine = LEAST_COSINE.get(report.form)
     if config.get("target") == "generator":

@@ -3,6 +3,7 @@ import importlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -185,6 +186,27 @@ def test_info_needs_no_keras(saved):
         "yes: ",
     ):
         assert part in output
+
+
+@pytest.mark.once
+def test_forms_are_checked_before_the_first_is_made(saved, tmp_path, capsys):
+    model = str(saved / "model.keras")
+    for arguments, message in (
+        ([str(tmp_path / "x"), "--form", "int8,"], "--form must be one or several of fp32, fp16"),
+        ([str(tmp_path / "x.onnx"), "--form", "int8,int4"], "Several forms need a directory"),
+    ):
+        assert cli.main(["export", model, *arguments]) == 1
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("text, message", [("{}", "of another kind"), ("[]", "of another kind"), ("no", "damaged")])
+def test_info_of_a_report_that_is_none(saved, tmp_path, capsys, text, message):
+    shutil.copytree(saved / "exported", tmp_path / "copy")
+    (tmp_path / "copy" / "verification.json").write_text(text)
+    assert cli.main(["info", str(tmp_path / "copy")]) == 0
+    assert f"verification.json is {message}" in capsys.readouterr().out
 
 
 def test_info_lists_the_nodes_of_a_file(saved, capsys):

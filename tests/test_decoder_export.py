@@ -303,6 +303,16 @@ def test_bad_input(models, exported, tmp_path):
         runner.generate([[3, 4]], 26)
     with pytest.raises(ValueError, match="at least one token in each row"):
         runner.generate({"token_ids": [[1, 2]], "padding_mask": [[False, False]]}, 3)
+    with pytest.raises(ValueError, match="`path` must be the directory, not a graph"):
+        verify_onnx(models["gpt2"], exported("gpt2", "portable") / "decoder.onnx")
+    for sizes, match in (
+        ({"min_length": 9}, "`min_length` is for other models.*min_length=9"),
+        ({"max_length": 0}, "must be a range of sizes. Received: min_length=None, max_length=0"),
+        ({"max_length": -1}, "max_length=-1"),
+        ({"max_length": 28}, "within the model's own, 27. Received: max_length=28"),
+    ):
+        with pytest.raises(ExportError, match=match):
+            export_onnx(models["gpt2"], tmp_path / "x", **sizes)
     with pytest.raises(ValueError, match="holds a decoder-only model"):
         verify_onnx(lambda x: x, exported("gpt2", "portable"))
     assert not list(tmp_path.iterdir())

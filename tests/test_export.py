@@ -592,10 +592,17 @@ def test_what_the_user_has_is_not_overwritten_unasked(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["m.onnx", "out"]
 
 
+def test_a_function_is_no_model(tmp_path):
+    with pytest.raises(ExportError, match="`model` must be a Keras model. Received: model=<function"):
+        export(lambda x: x, tmp_path / "out", input_signature={"x": ((None, 3), "float32")})
+
+
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
         ({"opset": 11}, "opset=11"),
+        ({"opset": 17.0}, "opset=17.0"),
+        ({"converter": ["trace"]}, "`converter` must be one of .*Received: converter="),
         ({"min_length": 5, "max_length": 4}, "min_length=5, max_length=4"),
         ({"input_signature": ["ids"]}, "dict"),
         ({"output_names": ["a", "b"]}, "output_names"),

@@ -265,3 +265,10 @@ def test_bad_input(exported, tmp_path):
     export_onnx(model, tmp_path / "plain.onnx", verify=False)
     with pytest.raises(NotAnExportError, match="no graph that generates by itself"):
         OnnxGenerator(tmp_path / "plain.onnx")
+    export_onnx(model, tmp_path / "cached", verify=False)
+    with pytest.raises(NotAnExportError, match="run it with OnnxCausalLM"):
+        OnnxGenerator(tmp_path / "cached")
+    with pytest.raises(ExportError, match="`max_length` must be at least 2 for target='generator'"):
+        export_onnx(model, tmp_path / "short", target="generator", max_length=1)
+    with pytest.raises(ExportError, match="`logits` is for graphs .* not for target='generator'"):
+        export_onnx(model, tmp_path / "short", target="generator", logits="last")

@@ -234,6 +234,10 @@ def test_the_command(model, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["cache"] == "int8"
 
 
+def padded():
+    return CausalLM(11, num_layers=1, d_model=16, num_heads=2, d_ff=9, max_length=9, pad_id=0)
+
+
 def test_bad_input(model, tmp_path):
     path = tmp_path / "x"
     with pytest.raises(ExportError, match="`cache` must be None or 'int8'. Received: cache='int4'"):
@@ -246,6 +250,8 @@ def test_bad_input(model, tmp_path):
     double = CausalLM(11, num_layers=1, d_model=8, num_heads=1, d_ff=9, max_length=9, dtype="float64")
     with pytest.raises(ExportError, match="computes in float64: GroupQueryAttention takes.*Received: cache='int8'"):
         export_onnx(double, path, **INT8)
+    with pytest.raises(ExportError, match="`samples` must hold texts .* Received: 0 tokens"):
+        export_onnx(padded(), path, samples={"token_ids": np.zeros((2, 6), "int32")}, **INT8)
     export_onnx(model, tmp_path / "portable", verify=False)
     graph = onnx_ir.load(tmp_path / "portable" / "decoder.onnx")
     with pytest.raises(ExportError, match=r"'past_key_values.0.key' is read by '.*' \(Attention\)"):

@@ -963,6 +963,12 @@ def test_mirrored_padding_is_that_of_numpy(mode, length):
 
 
 @pytest.mark.backends("torch")
+def test_one_width_that_is_not_that_of_all_axes_is_refused():
+    with pytest.raises(UnsupportedOperationError, match="on torch Keras pads the last axis alone"):
+        lower(traced(lambda x: ops.pad(x, 1, mode="reflect"), [F]))
+
+
+@pytest.mark.backends("torch")
 def test_symmetric_padding_that_mirrors_nothing_is_refused():
     with pytest.raises(UnsupportedOperationError, match="on torch Keras' symmetric padding"):
         lower(traced(lambda x: ops.pad(x, ((0, 0), (0, 2), (0, 0)), mode="symmetric"), [F]))

@@ -319,6 +319,8 @@ def _pad(g, node, x, constant_values=None):
     if mode not in ("constant", "reflect", "edge", "symmetric"):
         raise NotImplementedError(f"there is no padding mode {mode!r} in ONNX")
     if len(widths) == 1:
+        if mode != "constant" and x.rank > 1 and keras.backend.backend() == "torch":
+            raise NotImplementedError("on torch Keras pads the last axis alone where one width is given for all")
         widths *= x.rank
     mirrored = any(width not in (0, 1) for pair in widths for width in pair)
     if mode == "symmetric" and mirrored and keras.backend.backend() == "torch":
