@@ -118,7 +118,7 @@ def export_onnx(
             or 17, for what the tracer refuses, such as recurrent layers. Without a cache, larger and slower.
         verify: False leaves verification to you; the files are then not known to be right.
         force: write into a directory that holds other files, which stay; or replace a file.
-        verbose: print how long the export took, and the verification's table.
+        verbose: with verification, print how long the export took and what was found.
 
     Returns:
         The verification's report; None with `verify=False`.
@@ -199,7 +199,7 @@ def export_onnx(
         if config["kind"] == "decoder" and target != "generator":
             write_genai_files(model, folder, config)
         write_config(folder, config, weights)
-        if verbose:
+        if verbose and verify:
             print(f"Exported in {time.perf_counter() - started:.1f} s.")
         report = None
         if verify:

@@ -73,7 +73,9 @@ def test_what_tf2onnx_cannot_write_is_named(tmp_path):
 
 
 @on_tensorflow
-@pytest.mark.parametrize("options, match", [({"opset": 20}, "17 to 18"), ({"output_names": ["a", "b"]}, "1 names")])
+@pytest.mark.parametrize(
+    "options, match", [({"opset": 20}, "17 to 18"), ({"output_names": ["a", "b"]}, "each of the 1 outputs")]
+)
 def test_arguments_that_do_not_fit(tmp_path, options, match):
     x = keras.Input((None, 3), name="x")
     with pytest.raises(ExportError, match=match):
