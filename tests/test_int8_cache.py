@@ -18,6 +18,7 @@ from keras_transformer.export.runtime import OnnxCausalLM, OnnxTransformer
 from keras_transformer.export.sessions import open_session
 from keras_transformer.export.verify_cached import INT8_CACHE_COSINE
 from keras_transformer.models import CausalLM, Transformer
+from tests import test_decoder_export
 from tests.checks import numpy, roughen
 from tests.test_decoder_export import PROMPTS
 from tests.test_verify_cached import changed
@@ -25,23 +26,8 @@ from tests.test_verify_cached import changed
 # The graph and its runner are the same on every backend.
 pytestmark = pytest.mark.once
 
-# Grouped heads of width 8, rotations and a window; all other sizes differ.
-LLAMA = {
-    "num_layers": 2,
-    "d_model": 32,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "d_ff": 40,
-    "norm": "rms",
-    "gated": True,
-    "activation": "silu",
-    "position_encoding": "rotary",
-    "sliding_window": 5,
-    "max_length": 23,
-    "end_id": 2,
-    "pad_id": 0,
-    "seed": 3,
-}
+# Grouped heads of width 8, rotations, a window and biases; the output is the table of embeddings.
+LLAMA = {**test_decoder_export.LLAMA, "use_bias": True, "tie_output": True, "max_length": 23, "seed": 3}
 INT8 = {"target": "onnxruntime", "cache": "int8", "verbose": False}
 
 
