@@ -142,6 +142,7 @@ def expected(model, **inputs):
     return (outputs.logits if "logits" in outputs else outputs.last_hidden_state).numpy()
 
 
+@pytest.mark.once("jax")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name, tmp_path):
     theirs = published(name, tmp_path)
