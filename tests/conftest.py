@@ -25,7 +25,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 # Elsewhere each new shape is compiled, and the examples are the first ones of the same list.
-EXAMPLES = 25 if BACKEND == ONCE else 6
+EXAMPLES = 20 if BACKEND == ONCE else 4
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=EXAMPLES, database=None)
 hypothesis.settings.load_profile("tests")
 
