@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir
 
 from keras_transformer.export.builder import CONTRIB
-from keras_transformer.export.rewriting import Writer, replace
+from keras_transformer.export.rewriting import Writer, add_initializer, replace
 
 FORMS = ("fp32", "fp16", "int8", "int8-weights", "int4")
 # The least cosine of Keras' output and the form's that passes: about twice the distance from 1 that all-MiniLM-L6-v2
@@ -204,13 +204,6 @@ def _axis(node):
     return node.attributes["axis"].as_int() if "axis" in node.attributes else 0
 
 
-def _initializer(graph, name: str, array: np.ndarray) -> onnx_ir.Value:
-    tensor = onnx_ir.tensor(array, name=name)
-    value = onnx_ir.Value(name=name, const_value=tensor, type=onnx_ir.TensorType(tensor.dtype), shape=tensor.shape)
-    graph.register_initializer(value)
-    return value
-
-
 class _Dynamic:
     """Products of int8, one scale for each output."""
 
@@ -221,7 +214,7 @@ class _Dynamic:
         integers = np.clip(np.round(array / scales[:, None]), -127, 127).astype(np.int8)
         if not table and not transposed:
             integers = np.ascontiguousarray(integers.T)
-        stored = _initializer(graph, f"{name}.int8", integers), _initializer(graph, f"{name}.scale", scales)
+        stored = add_initializer(graph, f"{name}.int8", integers), add_initializer(graph, f"{name}.scale", scales)
         return *stored, table or transposed
 
     def product(self, node, stored):
@@ -288,8 +281,8 @@ class _Blocks:
         if self.bits == 4:
             integers = integers[..., ::2] | integers[..., 1::2] << 4
         return (
-            _initializer(graph, f"{name}.int{self.bits}", integers),
-            _initializer(graph, f"{name}.scale", scales[..., 0]),
+            add_initializer(graph, f"{name}.int{self.bits}", integers),
+            add_initializer(graph, f"{name}.scale", scales[..., 0]),
             (width, count),
         )
 

@@ -11,6 +11,7 @@ import onnx_ir
 
 from keras_transformer.export.errors import ExportError
 from keras_transformer.export.report import Report
+from keras_transformer.export.rewriting import add_initializer
 from keras_transformer.export.verify import Check
 from keras_transformer.export.verify_cached import KINDS, real_lengths
 
@@ -91,9 +92,4 @@ _PAST, _SCALE = 3, 12
 def _scale(graph, name, largest):
     # A channel that is always 0 may have any scale but 0.
     array = np.where(largest > 0, MARGIN * largest / 127, 1).astype(np.float32)[None, :, None]
-    tensor = onnx_ir.tensor(array, name=f"{name}.scale")
-    value = onnx_ir.Value(
-        name=tensor.name, const_value=tensor, type=onnx_ir.TensorType(tensor.dtype), shape=tensor.shape
-    )
-    graph.register_initializer(value)
-    return value
+    return add_initializer(graph, f"{name}.scale", array)

@@ -1,7 +1,8 @@
-"""What passes over a finished ONNX graph share: adding nodes, and letting a value stand for a node's result."""
+"""What passes over a finished ONNX graph share: adding nodes and weights, and putting a value in a node's place."""
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir
 
 
@@ -35,3 +36,11 @@ def replace(node, value):
     node.graph.remove(node, safe=True)
     value.producer().name = node.name
     value.name = name
+
+
+def add_initializer(graph: onnx_ir.Graph, name: str, array: np.ndarray) -> onnx_ir.Value:
+    """A weight that `graph` gets."""
+    tensor = onnx_ir.tensor(array, name=name)
+    value = onnx_ir.Value(name=name, const_value=tensor, type=onnx_ir.TensorType(tensor.dtype), shape=tensor.shape)
+    graph.register_initializer(value)
+    return value

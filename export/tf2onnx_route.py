@@ -74,10 +74,11 @@ def convert_with_tf2onnx(
         )
     finally:
         logger.setLevel(level)
-    _refuse_unknown_operators(proto)
     lowered = onnx_ir.from_proto(proto)
+    _refuse_unknown_operators(lowered)
     _name_interface(lowered, specs, output_names)
-    inputs = [ir.Value(spec.shape, spec.dtype, spec.name, _largest_id(model)) for spec in specs]
+    largest = _largest_id(model)
+    inputs = [ir.Value(spec.shape, spec.dtype, spec.name, largest) for spec in specs]
     weights = [
         ir.Weight(variable.path, keras.ops.convert_to_numpy(variable), keras.backend.standardize_dtype(variable.dtype))
         for variable in model.weights
@@ -127,9 +128,8 @@ def _erfc(ctx, node, name, args):
     ctx.make_node("Sub", [one.output[0], erf.output[0]], outputs=outputs, name=name, dtypes=[dtype], shapes=[shape])
 
 
-def _refuse_unknown_operators(proto: onnx.ModelProto) -> None:
+def _refuse_unknown_operators(model: onnx_ir.Model) -> None:
     known = {(schema.domain, schema.name) for schema in onnx.defs.get_all_schemas()}
-    model = onnx_ir.from_proto(proto)
     unknown = sorted({node.op_type for node in model.graph.all_nodes() if (node.domain, node.op_type) not in known})
     if unknown:
         raise UnsupportedOperationError(f"tf2onnx cannot write the operations {', '.join(unknown)} as ONNX.")
