@@ -217,11 +217,10 @@ def test_rows_of_a_cache_are_taken(exported, target):
     decoding.take(np.arange(2))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.once
-def test_genai_serves_the_directory(models, exported, target):
+def served_by_genai(directory):
+    """The model in onnxruntime-genai, and the ids that it generates after the first of `PROMPTS`."""
     genai = pytest.importorskip("onnxruntime_genai")
-    model = genai.Model(str(exported("llama", target)))
+    model = genai.Model(str(directory))
     parameters = genai.GeneratorParams(model)
     parameters.set_search_options(max_length=20)
     generator = genai.Generator(model, parameters)
@@ -229,8 +228,16 @@ def test_genai_serves_the_directory(models, exported, target):
     while not generator.is_done():
         generator.generate_next_token()
     ids = generator.get_sequence(0)[7:]
-    np.testing.assert_array_equal(ids, models["llama"].generate(PROMPTS[:1], 13)[0][: len(ids)])
     assert len(ids) > 5
+    return model, ids
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.once
+def test_genai_serves_the_directory(models, exported, target):
+    genai = pytest.importorskip("onnxruntime_genai")
+    model, ids = served_by_genai(exported("llama", target))
+    np.testing.assert_array_equal(ids, models["llama"].generate(PROMPTS[:1], 13)[0][: len(ids)])
     text = "two one, é"
     np.testing.assert_array_equal(genai.Tokenizer(model).encode(text), TOKENIZER.encode([text])[0][:-1])
 

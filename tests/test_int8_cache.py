@@ -20,7 +20,7 @@ from keras_transformer.export.verify_cached import INT8_CACHE_COSINE
 from keras_transformer.models import CausalLM, Transformer
 from tests import test_decoder_export
 from tests.checks import numpy, roughen
-from tests.test_decoder_export import PROMPTS
+from tests.test_decoder_export import PROMPTS, served_by_genai
 from tests.test_verify_cached import changed
 
 # The graph and its runner are the same on every backend.
@@ -200,16 +200,7 @@ def test_a_wrong_scale_is_noticed(model, exported, tmp_path):
 
 
 def test_genai_serves_the_directory(exported):
-    genai = pytest.importorskip("onnxruntime_genai")
-    model = genai.Model(str(exported[0]))
-    parameters = genai.GeneratorParams(model)
-    parameters.set_search_options(max_length=20)
-    generator = genai.Generator(model, parameters)
-    generator.append_tokens(np.array([PROMPTS[0]], np.int32))
-    while not generator.is_done():
-        generator.generate_next_token()
-    ids = generator.get_sequence(0)[7:]
-    assert len(ids) > 5
+    _, ids = served_by_genai(exported[0])
     np.testing.assert_array_equal(ids, OnnxCausalLM(exported[0]).generate(PROMPTS[:1], 13)[0][: len(ids)])
 
 
