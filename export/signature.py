@@ -155,14 +155,9 @@ def free_axes(
         max_length: largest; no limit if None.
 
     Raises:
-        ExportError: names or axes that the inputs do not have, an impossible range, or no grouping that works.
+        ExportError: names or axes that the inputs do not have, or no grouping that works.
     """
     low = 1 if min_length is None else min_length
-    if low < 0 or max_length is not None and max_length < max(low, 1):
-        raise ExportError(
-            "`min_length` and `max_length` must be a range of sizes. "
-            f"Received: min_length={min_length}, max_length={max_length}"
-        )
     if dynamic_axes is not None:
         names = _given_names(inputs, dynamic_axes)
     else:
